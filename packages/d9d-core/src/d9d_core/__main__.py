@@ -1,4 +1,4 @@
-"""``python -m d9d_core`` is the same as ``d9d``."""
+"""Entry point of ``python -m d9d_core``, which runs the same command line as ``d9d``."""
 
 from d9d_core.cli.main import main
 

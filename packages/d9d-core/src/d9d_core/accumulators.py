@@ -100,14 +100,14 @@ class AccumulatedMetric:
         self._state = {name: state[name] for name in self._state}
 
     def reset(self) -> None:
-        """Set every accumulator to its initial value, on its present device, because a move would synchronize."""
+        """Set every accumulator to its initial value; its device stays the same, because a move would synchronize."""
         for name, one in self._accumulators.items():
             total = self._state[name]
             self._state[name] = torch.full_like(total, _start(total.dtype, one.operation))
 
 
 def _start(dtype: torch.dtype, operation: Operation) -> float:
-    """Initial value of an accumulator, which leaves any merged value unchanged."""
+    """Initial value of an accumulator; merging it with another value gives the other value."""
     if operation == "sum":
         return 0
     if dtype.is_floating_point:

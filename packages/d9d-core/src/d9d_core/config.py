@@ -220,7 +220,8 @@ class PluginConfig(Section):
 class ModelConfig(PluginConfig):
     """Base of the configs of models that can start from pretrained weights.
 
-    With ``pretrained``, fields that the job file leaves out are read from its ``config.json`` or checkpoint.
+    If ``pretrained`` is set, fields that the job file leaves out are read from the ``config.json`` or checkpoint of the
+    pretrained weights.
 
     Attributes:
         free_on_resume: fields that a resumed run may change, because no saved tensor depends on them.
@@ -233,10 +234,10 @@ class ModelConfig(PluginConfig):
     one of its checkpoints; null initialises weights randomly."""
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
-        """Refuse values of the free fields that do not fit the tensors of the saved model.
+        """Refuse values of fields in ``free_on_resume`` that do not fit the tensors of the saved model.
 
         Args:
-            saved: all fields of the saved model; its other fields equal this model's fields.
+            saved: all fields of the saved model; only the fields in ``free_on_resume`` may differ from this model's.
 
         Raises:
             ValueError: a value does not fit; the message begins with the field.
@@ -252,7 +253,7 @@ class Resizable(Protocol):
         ...
 
     def resized(self, sizes: Mapping[str, int]) -> PluginConfig:
-        """Config of a model of the same structure with some other sizes.
+        """Config of a model of the same structure, with the given sizes replaced.
 
         Raises:
             ValueError: there is no such model.

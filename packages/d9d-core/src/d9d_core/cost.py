@@ -282,7 +282,7 @@ class StrategyCost:
     overlaps: frozenset[str] = frozenset()
 
     def __or__(self, other: StrategyCost) -> StrategyCost:
-        """Merge two effects; fields of ``other`` at their default keep the value of this effect."""
+        """Combine two effects: non-default fields of ``other`` replace the fields of this effect."""
         default = StrategyCost()
         changed = {f.name: getattr(other, f.name) for f in fields(other)}
         return replace(self, **{name: value for name, value in changed.items() if value != getattr(default, name)})
@@ -345,7 +345,7 @@ class OptimizerCost:
 
 
 class ModelCosts(Protocol):
-    """Protocol of :attr:`d9d_core.plugin.ModelSpec.cost`."""
+    """Protocol of the function :attr:`d9d_core.plugin.ModelSpec.cost`, which predicts the cost of a stage."""
 
     def __call__(self, config: object, stage: object, share: Share) -> StageCost:
         """Cost of a :class:`~d9d_core.model.Stage` of the model.

@@ -105,7 +105,7 @@ class DataContext:
 
 
 class DataStream(Protocol):
-    """Endless, resumable stream of packs for one data-parallel rank; in one pass, it ends with endless fillers."""
+    """Endless, resumable stream of packs for one data-parallel rank; after a single pass, all packs hold fillers."""
 
     @property
     def facts(self) -> State:

@@ -90,7 +90,7 @@ class Deferral:
 
     @contextmanager
     def collect(self) -> Iterator[DeferredWeights]:
-        """Collect the weight gradients that backwards inside the block defer."""
+        """Collect the weight gradients that ops defer in backwards inside the block."""
         self._left = left = DeferredWeights()
         try:
             yield left

@@ -227,7 +227,7 @@ class OptimizerStepEnds:
 
 @dataclass(frozen=True, slots=True)
 class StepEnds:
-    """Step ``step`` (0-based) is done."""
+    """Step ``step`` (0-based) is done; ``result`` has its loss and gradient norm."""
 
     step: int
     result: StepResult

@@ -1,4 +1,4 @@
-"""Tasks whose loss needs a first forward over the whole pack, by the trained model or a frozen one."""
+"""Tasks whose loss needs a first forward over the whole pack, by the trained model or a frozen model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward pass of the model under training on a caller's own microbatches."""
+"""Protocol of the function by which subscribers run the model under training on their own microbatches."""
 
 from __future__ import annotations
 

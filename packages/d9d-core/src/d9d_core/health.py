@@ -9,7 +9,7 @@ __all__ = ["Health"]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Outcome of one health check."""
+    """Outcome of one health check: whether it passed, and a text."""
 
     ok: bool
     message: str

@@ -48,8 +48,8 @@ ROW = "row"
 class InferenceTask(Protocol):
     """Inference task: converts microbatches to model inputs, and outputs to rows.
 
-    It keeps no state between microbatches, so that a run continues after a kill on any number of ranks. Statistics over
-    all rows are sums (:meth:`tally`), which the engine adds up and saves with the rows.
+    A task keeps no state between microbatches, so that a run can continue after a kill on any number of ranks.
+    Statistics over all rows are sums (:meth:`tally`), which the engine adds up and saves with the rows.
     """
 
     @property
@@ -91,7 +91,7 @@ class InferenceTask(Protocol):
         ...
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Sums over these rows that :meth:`finalize` needs; the names are the same in every call."""
+        """Sums over ``rows`` that :meth:`finalize` needs; the names are the same in every call."""
         ...
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
@@ -169,7 +169,7 @@ class ContinuesRows(Protocol):
 
     @property
     def continuation(self) -> Continuation:
-        """Settings of the continuation."""
+        """Number of new tokens, and sampling settings."""
         ...
 
     def logits(self, outputs: Mapping[str, Tensor]) -> Tensor | None:
@@ -195,7 +195,7 @@ class Writer(Protocol):
     """Writer of a file format, for the output of inference jobs.
 
     Rows arrive in parts, from any rank and in any order, and each part becomes a file. When all rows are written, the
-    parts are joined in order. So written rows survive a kill.
+    parts are joined in order. So rows that are written are not lost if the process is killed.
     """
 
     @property

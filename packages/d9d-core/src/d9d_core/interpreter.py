@@ -1,4 +1,4 @@
-"""Commands of Python child processes, which import from the working directory only if this process does.
+"""Commands for Python child processes that import from the working directory only if this process does.
 
 ``python -m`` and ``python -c`` search the working directory first. The command ``d9d`` does not: it may run in a
 downloaded model directory that contains a malicious ``typing.py``.

@@ -58,7 +58,7 @@ class Table:
     def __post_init__(self) -> None:
         if self.rows and len(self.rows) != len(self.values):
             raise ValueError(
-                f"a table of {len(self.values)} rows has {len(self.rows)} row names; give one name per row, or none"
+                f"a table of {len(self.values)} rows has {len(self.rows)} names for them; name each row or none"
             )
 
 
@@ -105,7 +105,7 @@ class Metric(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a merged or saved state, on the state's device."""
+        """Replace the state by a merged or saved state, on the device of the given tensors."""
         ...
 
     def compute(self) -> Mapping[str, Tensor | Vector | Table]:

@@ -82,7 +82,7 @@ TermKind = Literal["in", "out", "in_scale", "out_scale"]
 
 @runtime_checkable
 class HasLinearTerms(Protocol):
-    """Optional protocol for tensor parallelism: a linear layer that contains further modules, such as an adapter."""
+    """Optional protocol for tensor parallelism: a linear layer that contains other modules, such as an adapter."""
 
     def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
         """Relative name of each contained module -> its role, see :data:`TermKind`."""
@@ -91,7 +91,7 @@ class HasLinearTerms(Protocol):
 
 @runtime_checkable
 class SplitsFeatures(Protocol):
-    """Optional protocol next to :class:`HasLinearTerms`: the layer also reads weights of its contained modules."""
+    """Optional addition to :class:`HasLinearTerms`: a layer that also reads weights of its contained modules."""
 
     def split_features(self, own: Callable[[Tensor], Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> None:
         """From now on, compute with this rank's share of the output or input features.
@@ -106,7 +106,7 @@ class SplitsFeatures(Protocol):
 
 @runtime_checkable
 class SharesInputs(Protocol):
-    """Optional protocol next to :class:`HasLinearTerms`: the layer draws random numbers for its inputs (dropout)."""
+    """Optional addition to :class:`HasLinearTerms`: a layer that draws random numbers for its inputs (dropout)."""
 
     def share_inputs(self, part: int, parts: int) -> None:
         """From now on, treat this rank's inputs as part ``part`` of ``parts`` equal parts of the input features.
@@ -157,7 +157,7 @@ class SplitsSequence(Protocol):
 
 
 class SequenceShare(Protocol):
-    """Split of the positions over ``tp``, for modules that need information from all positions."""
+    """Access to all positions, for modules of style ``SEQUENCE`` if ``tp`` splits the positions."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather [B, S / tp, ...] to [B, S, ...] for identical computation on all ranks. Collective over ``tp``.
@@ -236,7 +236,7 @@ class PositionShare(Protocol):
 
 
 class ContextShare(PositionShare, Protocol):
-    """Split of the positions over ``cp``, with an all-gather."""
+    """Split of the positions over ``cp``, with a method that all-gathers them."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather [B, S / cp, ...] to [B, S, ...], in the order of the sample.
@@ -273,7 +273,7 @@ class SeesOneDocument(Protocol):
 
 @runtime_checkable
 class SeesContext(Protocol):
-    """Optional protocol for context parallelism: a module, not an attention core, that needs all positions."""
+    """Optional protocol for context parallelism: a module other than an attention core that needs all positions."""
 
     def see_context(self, share: ContextShare) -> None:
         """Expect this rank's positions in inputs and outputs from now on, and gather all positions if necessary.

@@ -68,7 +68,7 @@ class Optimizer(Protocol):
         ...
 
     def set_lr_factor(self, factor: float) -> None:
-        """Set the factor on the base learning rate of every group for the next steps."""
+        """Set the factor by which the base learning rate of every group is multiplied in the next steps."""
         ...
 
     @property
@@ -133,8 +133,8 @@ class DeclaresCollectives(Protocol):
 
 
 class LrSchedule(Protocol):
-    """Learning-rate schedule: the factor on the base rate as a pure function of the step."""
+    """Learning-rate schedule: a pure function from the step to the factor of the base learning rate."""
 
     def __call__(self, step: int) -> float:
-        """Factor for step ``step`` (0-based)."""
+        """Factor of the base learning rate in step ``step`` (0-based)."""
         ...

@@ -64,7 +64,7 @@ class StartsFromWeights(Protocol):
 class SwitchesOff(Protocol):
     """Optional protocol of a fine-tuning method that only adds to a model, so that it can be disabled.
 
-    Tasks that compare the tuned model with the original one then need no copy of the model.
+    Tasks that compare the tuned model with the original model then need no copy of the model.
     """
 
     def off(self, stage: nn.Module) -> AbstractContextManager[None]:

@@ -69,12 +69,12 @@ RESERVED = ("mesh", "strategy", "device", "import")
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Reference ``"package.module:attribute"``, by which a record names code without importing it.
+    """Reference ``"package.module:attribute"``: names an attribute of a module without importing the module.
 
     The module may be a single-file plugin, by its name without ``.py``, unless an installed module has the name.
 
     Raises:
-        ValueError: the text does not have that form.
+        ValueError: the text does not have the form ``package.module:attribute``.
     """
 
     target: str
@@ -187,7 +187,7 @@ class Spec:
         )
 
     def refs(self) -> dict[str, Ref]:
-        """References in this record, by field name."""
+        """All :class:`Ref` values in this record, by field name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Ref)}
 

@@ -162,7 +162,7 @@ class Schedule(Protocol):
 
 
 def single_stage(stages: int, microbatches: int) -> Sequence[Program]:
-    """Program of a model with a single stage.
+    """Program of a model with a single stage: forward and backward of each microbatch in turn, then the reduction.
 
     Raises:
         ValueError: there are several stages.
@@ -174,7 +174,7 @@ def single_stage(stages: int, microbatches: int) -> Sequence[Program]:
 
 
 def compute_parts(action: Action) -> tuple[Action, ...]:
-    """Forward and backward of an overlapped pair; a tuple of the action itself for other actions."""
+    """Split an overlapped pair into its forward and backward; for another action, return a tuple with the action."""
     return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
 
 
@@ -184,7 +184,7 @@ def count_stages(programs: Sequence[Program]) -> int:
 
 
 def forward_only(program: Program) -> Program:
-    """Forward actions of a program in the same order, for evaluation. The result of a valid program is valid."""
+    """Forwards, and sends and receives of activations, of a program in the same order, for evaluation."""
     kept: list[Action] = []
     for action in program:
         kept += [part for part in compute_parts(action) if isinstance(part, _OF_FORWARD)]

@@ -129,13 +129,13 @@ class Communication(Protocol):
 
 
 def no_collectives(step: StepShape, /) -> Sequence[Collective]:  # noqa: ARG001 - the signature of Communication
-    """Declaration of a strategy that communicates nothing."""
+    """Empty list of collectives: the :attr:`Applied.collectives` of a strategy that communicates nothing."""
     return ()
 
 
 @runtime_checkable
 class CommunicatesAlone(Protocol):
-    """Protocol of a module that communicates over ranks given by a strategy, such as a head with a split vocabulary."""
+    """Protocol of a module that communicates by itself over a group that a strategy gave it, such as a split head."""
 
     def forward_collectives(self, step: StepShape) -> Iterable[tuple[Kind, int | None]]:
         """Operation and bytes of each collective in one forward on a microbatch; the backward must have none."""
@@ -257,7 +257,7 @@ class Strategy(Protocol):
     """Parallel strategy: changes a built stage in place; names of parameters do not change."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Change the stage, on the meta device. Collective over all ranks if it gets a mesh from the topology.
+        """Change the stage, which is on the meta device. Collective over all ranks if it requests a mesh.
 
         Raises:
             BuildError: the stage lacks a trait or module that the strategy needs.

@@ -85,7 +85,7 @@ class SeesSteps(Protocol):
     """Task that depends on the step number, for example to warm up a coefficient."""
 
     def begin_step(self, step: int) -> None:
-        """Receive the number of the next step (0-based); an evaluation belongs to the step last begun.
+        """Receive the number of the step (0-based) that begins; evaluations after it have the same number.
 
         Values that follow from the step number need no state. The total number of steps is in
         :class:`~d9d_core.events.TrainingStarts`.
@@ -189,7 +189,7 @@ class Task(Protocol):
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """Loss term -> coefficient."""
+        """Loss term -> its coefficient in the total loss."""
         own: Mapping[str, float] = vars(self).get("coefficients", {"loss": 1.0})
         return own
 
@@ -241,5 +241,5 @@ class Task(Protocol):
         outputs: Mapping[str, Tensor],  # noqa: ARG002 - a default
         microbatch: Microbatch,  # noqa: ARG002
     ) -> Mapping[str, Tensor]:
-        """Name -> detached tensor for metrics."""
+        """Tensors that metrics may read: name -> detached tensor."""
         return {}

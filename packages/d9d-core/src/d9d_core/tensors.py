@@ -36,7 +36,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_numel(tensors: Iterable[Tensor]) -> int:
-    """Number of elements that this rank holds of some tensors."""
+    """Total number of elements of some tensors that are on this rank."""
     return sum(local(tensor).numel() for tensor in tensors)
 
 

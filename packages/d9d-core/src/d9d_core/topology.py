@@ -1,4 +1,4 @@
-"""Process topology: the interface for strategies and handlers of schedules.
+"""Protocol of a process's topology, for strategies, tasks and handlers of schedules.
 
 :class:`d9d_engine.distributed.mesh.Topology` implements it.
 """
@@ -61,7 +61,7 @@ class Topology(Protocol):
 
     @property
     def coordinate(self) -> Mapping[str, int]:
-        """Base axis -> position of this process along it."""
+        """Base axis -> index of this process along the axis."""
         ...
 
     @property
@@ -104,5 +104,5 @@ class Topology(Protocol):
         ...
 
     def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
-        """Process group of the ranks at ``positions`` along a base axis; on ranks elsewhere, of all ranks elsewhere."""
+        """Group of the ranks at ``positions`` along a base axis or, on all other ranks, of these other ranks."""
         ...

@@ -203,7 +203,7 @@ class TrackerRun(Protocol):
         ...
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """End the run with a status."""
+        """End the run; ``status`` says whether it finished, stopped or failed."""
         ...
 
 

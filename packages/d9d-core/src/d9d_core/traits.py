@@ -189,7 +189,7 @@ class Transfer(Protocol[T_co]):
     """Communication in progress. Computation between its start and :meth:`wait` overlaps with it."""
 
     def wait(self) -> T_co:
-        """Wait for the result; call once. Device work issued afterwards runs after the arrival."""
+        """Return the result; call once. Device work that is launched afterwards runs after the data has arrived."""
         ...
 
 
@@ -293,7 +293,7 @@ class Adapts(HasTallies, Protocol):
     """``model:adapts``: the module updates its own buffers once per optimizer step, equally on all ranks."""
 
     def adapts_to(self) -> Collection[str]:
-        """Names of the tallies that :meth:`adapt` needs, summed over ranks; empty if the module does not adapt."""
+        """Names of the tallies that :meth:`adapt` needs; empty if the module does not adapt."""
         ...
 
     def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
@@ -312,7 +312,7 @@ class LayoutDependent(Protocol):
     """``model:layout_dependent``: the module's results may depend on how a batch is split over ranks."""
 
     def layout_dependence(self) -> Sequence[str]:
-        """Differences between layouts, one phrase each; empty if the present configuration has none."""
+        """Reasons why results depend on the layout, one phrase each; empty if they do not in this configuration."""
         ...
 
 
@@ -330,7 +330,7 @@ class Divisible(Protocol):
     """``model:divisible``: the module has sizes that the ranks of a mesh axis must divide evenly."""
 
     def divisibility(self) -> Mapping[str, Mapping[str, int]]:
-        """Sizes to divide: mesh axis -> name of the size -> size."""
+        """Mapping from each mesh axis to the sizes that the axis must divide: name of the size -> size."""
         ...
 
 
@@ -350,7 +350,7 @@ class HasOps(Protocol):
 class HasAdjacentWeights(Protocol):
     """``model:adjacent_weights``: kernels read some parameters as one matrix if they are adjacent in memory.
 
-    They remain separate parameters: names, gradients and checkpoints do not change. If a strategy shards them, or if
+    The parameters remain separate: names, gradients and checkpoints do not change. If a strategy shards them, or if
     they are tied or in host memory, they are not placed adjacently.
     """
 

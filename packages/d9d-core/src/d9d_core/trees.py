@@ -31,13 +31,13 @@ class Structure:
     """Structure of a tree without its leaves. Made by :func:`flatten`.
 
     Attributes:
-        tree: the tree with indices instead of leaves.
+        tree: the tree, with the index of each leaf in place of the leaf.
     """
 
     tree: Tree
 
     def unflatten(self, values: Iterable[Any]) -> Tree:
-        """Tree of this structure with other leaves.
+        """Make a tree of this structure from leaves.
 
         Args:
             values: leaves in the order of :func:`flatten`.
@@ -65,7 +65,7 @@ def leaves_with_paths(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Any]]
 
 
 def leaves(tree: Tree) -> Iterator[Any]:
-    """Leaves in order."""
+    """List the leaves of a tree in order."""
     if isinstance(tree, Mapping):
         tree = tree.values()
     elif not isinstance(tree, list | tuple):
@@ -196,7 +196,7 @@ def _along(function: Callable[..., Any], dims: Tree, trees: tuple[Tree, ...], pa
 
 
 def _branches(tree: Tree) -> Mapping[Any, Tree] | None:
-    """Children by key or index; ``None`` for a leaf."""
+    """Children of a tree node by key or index; ``None`` for a leaf."""
     if isinstance(tree, Mapping):
         return tree
     return dict(enumerate(tree)) if isinstance(tree, list | tuple) else None

@@ -229,7 +229,7 @@ def refuse_one_of_several_machines(environ: Mapping[str, str], arguments: Sequen
 
 
 def forget_launchers(environ: MutableMapping[str, str]) -> None:
-    """Remove the variables that mark this process, or its machine, as one of several."""
+    """Remove the environment variables by which launchers mark a process, or its machine, as one of several."""
     for name in _STARTED:
         environ.pop(name, None)
 

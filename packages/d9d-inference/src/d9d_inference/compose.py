@@ -181,7 +181,7 @@ def check_columns(task: InferenceTask) -> None:
     """Check that the first column of a task has the row numbers.
 
     Raises:
-        JobError: the first column is another one.
+        JobError: the first column is not ``row``.
     """
     if next(iter(task.columns), None) != ROW:
         raise JobError(f"task: the first column of {type(task).__name__} must be '{ROW}', the number of the row")

@@ -35,7 +35,7 @@ _DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """Description of a part.
+    """Description of a part, which is the rows of consecutive samples in one file.
 
     Attributes:
         samples: number of samples in the part.
@@ -91,7 +91,7 @@ class PartStore:
         """Take ownership of the directory, until :meth:`opened` ends; no effect if already owned.
 
         Raises:
-            CheckpointError: another process owns it.
+            CheckpointError: another process owns the directory.
         """
         if self._owned is None:
             self._parts.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class PartStore:
         """Own the directory inside the block.
 
         Raises:
-            CheckpointError: another process owns it.
+            CheckpointError: another process owns the directory.
         """
         self.own()
         try:

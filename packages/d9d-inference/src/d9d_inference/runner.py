@@ -164,7 +164,7 @@ class Inference:
         return outcome
 
     def _all_packs(self, rows: RowThread, bar: SampleBar, standing: Standing) -> bool:
-        """Compute all packs; return whether a rank was asked to stop before the last one."""
+        """Compute all packs; return whether a rank was asked to stop before the last pack."""
         size = self.job.batch.size
         states: dict[int, object] = {}
         shown, stop = standing.samples, False

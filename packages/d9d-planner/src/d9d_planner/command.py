@@ -138,7 +138,7 @@ def job_text(job: JobFile, prediction: Prediction) -> str:
 
 
 def _nothing(found: Found, devices: int, device: Device, job: JobFile, reason: D9dError | None = None) -> str:
-    """Text that says why no layout fits; ``reason`` is why the first layout is invalid."""
+    """Message that no layout is valid or fits the memory; ``reason``: error of the simplest layout."""
     if found.smallest is None and reason is not None:
         return f"no layout on {devices} devices is valid: {reason}"
     if found.smallest is None:

@@ -46,7 +46,7 @@ def moments(program: Program) -> list[Moment]:
 
 
 def _covers(one: Moment, other: Moment) -> bool:
-    """Whether one state holds at least as much as another, for a backward of the same stage."""
+    """Whether ``one`` holds at least as many activations as ``other``, in a backward of the same stage."""
     held = dict(one.held)
     return (
         one.stage == other.stage

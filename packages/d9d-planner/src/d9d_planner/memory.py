@@ -47,7 +47,7 @@ class Memory:
 
     @property
     def allocated(self) -> float:
-        """Peak of torch's allocator."""
+        """Peak bytes of torch's allocator, without gaps between allocations."""
         return (
             self.parameters
             + self.gradients
@@ -139,7 +139,7 @@ class MemoryModel:
         return self._memory(parts)
 
     def _at(self, moment: Moment, stages: list[int]) -> Memory:
-        """Peak memory during the backward that begins in this state."""
+        """Peak memory during the backward that begins in state ``moment``."""
         effect, load = self._effect, self._workload
         shards = sum(self._number(stage).shards for stage in stages)
         whole = sum(self._number(stage).whole for stage in stages)
@@ -192,7 +192,7 @@ class MemoryModel:
         return block.workspace + again
 
     def _sum(self, stage: int) -> _Sums:
-        """Sums over the blocks of a stage, cached as most stages are alike."""
+        """Sums of activations, logits, parameters and updates over a stage, cached because most stages are alike."""
         cost = self._stages[stage]
         if id(cost) not in self._sums:
             self._sums[id(cost)] = _Sums(

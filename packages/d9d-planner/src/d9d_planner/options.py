@@ -79,7 +79,7 @@ class Options:
         return [[*inner, config] for config in (settings if waits else settings[:1]) for inner in several]
 
     def _of_axis(self, axis: str) -> list[PluginConfig]:
-        """Settings of the strategy for an axis, the job's own first; empty without a strategy."""
+        """Configs to try of the strategy for an axis, the job's own config first; empty without a strategy."""
         if axis not in self._of_axes:
             spec = self._by_axis[axis][0]
             config = self._config("strategy", spec.key)
@@ -90,7 +90,7 @@ class Options:
         return self._of_axes[axis]
 
     def _data_parallel(self, needed: frozenset[str]) -> list[PluginConfig]:
-        """Settings of a strategy for data-parallel axes, preferably one without further axes and used by the job."""
+        """Configs to try of one strategy for all ``needed`` axes, preferably for no other axes and used by the job."""
         if needed not in self._settings:
             fitting = [spec for spec in self._data if needed <= spec.axes]
             fitting.sort(key=lambda spec: (len(spec.axes - needed), spec.key not in self._own))

@@ -43,7 +43,7 @@ class Prediction:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory of the rank that needs the most."""
+        """Predicted peak memory of the pipeline rank that needs the most."""
         return max(self.ranks, key=lambda memory: memory.needed)
 
     @cached_property

@@ -15,7 +15,7 @@ _NOT_CHOSEN = ("temporary", "driver and gaps")
 
 
 def memory_line(prediction: Prediction) -> str:
-    """Line about the predicted memory of the rank that needs the most."""
+    """Text about the predicted memory of the pipeline rank that needs the most."""
     memory, parts = prediction.memory, _parts(prediction)
     shown = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size >= 0.05 * _GIB)
     rank = ""
@@ -48,7 +48,7 @@ def advice(prediction: Prediction, usual: str) -> str:
 
 
 def _parts(prediction: Prediction) -> dict[str, float]:
-    """Part of the predicted memory, by its name in tables -> bytes."""
+    """Parts of the predicted memory in bytes, by their names in tables."""
     memory = prediction.memory
     return {
         "parameters": memory.parameters,

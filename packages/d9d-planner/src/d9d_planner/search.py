@@ -172,7 +172,7 @@ def _layouts_on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
 
 
 def _shards(data: int, within: int) -> list[int]:
-    """Sizes of ``dp_shard`` to try: 1, a machine, a few machines, all ranks."""
+    """Sizes of ``dp_shard`` to try: 1, the devices of one machine or of a few machines, and all ranks."""
     return [count for count in divisors(data) if count in {1, within, 4 * within, 16 * within, data}]
 
 

@@ -31,7 +31,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Largest part of the time that another layout could reduce, or ``compute``."""
+        """Kind of work with the largest time that another layout could reduce; ``compute`` if there is none."""
         names = [name for name in self.parts if name not in _WORK]
         largest = max(names, key=lambda name: self.parts[name], default=None)
         if largest is None or self.parts[largest] < 0.05 * self.total:
@@ -156,7 +156,7 @@ class TimeModel:
         return tally
 
     def _own_times(self, stage: StageCost) -> _Tally:
-        """Times of a stage without data parallelism; cached, as many layouts of a search share them."""
+        """Times of a stage without data-parallel communication; cached, because many layouts of a search share them."""
         key = (id(stage), self._common)
         if key not in self._workload.tallies:
             tally = _Tally()

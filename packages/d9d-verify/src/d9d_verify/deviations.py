@@ -103,7 +103,7 @@ class Limits:
         return cls(FLOORS[dtype], seen, noise)
 
     def allowed(self, deviation: Deviation) -> float:
-        """Largest size that counts as rounding."""
+        """Largest size of a deviation of this kind and name that counts as rounding."""
         if deviation.kind == "noise":
             return LOUDEST
         own = MARGIN * self.seen.get((deviation.kind, deviation.name), 0.0)
@@ -196,7 +196,7 @@ def _of_series(measured: Measurement, reference: Measurement) -> Iterator[Deviat
 
 
 def _of_number(name: str, measured: Measurement, reference: Measurement) -> float:
-    """Relative deviation of a number; infinite if only one is finite."""
+    """Relative deviation of a number; infinite if only one of the two measurements is finite."""
     a, b = measured.numbers[name], reference.numbers[name]
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0

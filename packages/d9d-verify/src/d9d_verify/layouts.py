@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Number of processes."""
+        """Number of processes of the layout."""
         return math.prod(size for axis, size in self.mesh.items() if axis in AXES)
 
     @property

@@ -255,7 +255,7 @@ def _parameters(found: Measurement) -> list[tuple[Tensor, Tensor]]:
 
 
 def _resume(trainer: Trainer, resume: Resume) -> None:
-    """Save, then load the checkpoint of another run. Collective over all ranks."""
+    """Save a checkpoint, then load the checkpoint of another run if one is given. Collective over all ranks."""
     trainer.checkpointer.save(Progress(resume.step), wait=True)
     if resume.load is None:
         return
@@ -268,7 +268,7 @@ def _resume(trainer: Trainer, resume: Resume) -> None:
 
 
 def _forget(trainer: Trainer) -> None:
-    """Overwrite parameters and state in memory, so that values which a load leaves out are detected."""
+    """Overwrite parameters and optimizer state in memory, so that values that a load does not restore are detected."""
     with torch.no_grad():
         for tensor in trainer.checkpointer.tensors().values():
             local(tensor).zero_()

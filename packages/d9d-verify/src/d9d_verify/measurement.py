@@ -120,7 +120,7 @@ class Measurement:
         )
 
     def with_steps_of(self, later: Measurement) -> Measurement:
-        """Merge with a measurement of later steps, such as steps after a resume."""
+        """Return this measurement extended by a measurement of later steps, such as steps after a resume."""
         ends = {name: value for name, value in self.numbers.items() if not name.startswith("end/")}
         return Measurement(
             ends | later.numbers,

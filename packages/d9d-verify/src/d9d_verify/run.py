@@ -109,7 +109,7 @@ def _checkpoint(directory: Path) -> Checkpoint | None:
 
 
 def _tensors(checkpoint: Checkpoint, scope: str) -> dict[str, torch.Tensor]:
-    """Full tensors of a checkpoint whose names begin with a scope."""
+    """Full tensors of a checkpoint whose names begin with the prefix ``scope``."""
     table = {name: entry for name, entry in checkpoint.manifest["tensors"].items() if name.startswith(scope)}
     saved = {name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for name, entry in table.items()}
     checkpoint.load_into(saved, scope)

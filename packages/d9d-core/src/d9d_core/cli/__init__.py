@@ -1,1 +1,1 @@
-"""The command line: a thin shell over the library."""
+"""The command line ``d9d``: parses options, and calls functions of the library."""

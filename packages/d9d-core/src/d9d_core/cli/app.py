@@ -41,7 +41,7 @@ app.add_typer(plugins, name="plugins")
 
 
 def run() -> None:
-    """Run the command line. A known error is one message on standard error and exit status 2 (1 once training runs)."""
+    """Run the command line. A D9dError is printed on standard error; the exit status is 2, or 1 once training runs."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # plugins' texts may hold characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     # Not app(): typer would replace the hook that prints tracebacks.
@@ -146,7 +146,7 @@ def plugins_check(
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
-    """Load every reference of plugins and report the broken ones. Exit status 1 if there is any problem."""
+    """Load every reference of plugins and report broken references. Exit status 1 if there is any problem."""
     from d9d_core.cli.plugins import check_plugins
 
     if not check_plugins(discover_plugins(plugin, no_plugins), name, as_json, _own_commands()):

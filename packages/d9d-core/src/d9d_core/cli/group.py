@@ -67,12 +67,12 @@ class PluginGroup(typer.core.TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command. If a component tries to exit the process, raise an error with its name."""
+        """Run the chosen command. If a plugin tries to exit the process, raise an error that names the plugin."""
         with exits_raised(), exits_are_errors(PluginError):
             return super().invoke(ctx)
 
     def main(self, *args: Any, **settings: Any) -> Any:
-        """Run the command line, and print ``interrupted`` after Ctrl-C, where typer ends silently.
+        """Run the command line. After Ctrl-C, print ``interrupted``; typer alone would end without a message.
 
         Raises:
             SystemExit: always, with the exit status.

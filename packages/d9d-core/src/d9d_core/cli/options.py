@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def command_app(name: str, help_text: str) -> typer.Typer:
-    """Typer application for a :class:`~d9d_core.plugin.CommandSpec`. ``d9d`` prints its errors."""
+    """Create a typer application for a :class:`~d9d_core.plugin.CommandSpec`, whose errors ``d9d`` prints."""
     return typer.Typer(
         name=name, help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
     )

@@ -1,4 +1,4 @@
-"""Standard output and error whose write failures (closed pipe, full disk) do not end a run."""
+"""Keeps write failures of standard output and error (closed pipe, full disk) from ending a run."""
 
 from __future__ import annotations
 

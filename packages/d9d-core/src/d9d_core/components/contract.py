@@ -43,7 +43,7 @@ _PROTOCOLS: Mapping[str, type] = {
 
 
 def subject(chosen: Chosen) -> str:
-    """Name of a component in messages: its field in the job, its kind, its name and its distribution."""
+    """Text that names a component in messages: its field in the job, kind, name and distribution."""
     return f"{chosen.where}: {chosen.entry.kind.name} {chosen.entry}"
 
 

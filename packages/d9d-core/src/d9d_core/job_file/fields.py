@@ -91,7 +91,7 @@ def sections_of(annotation: Any, path: str = "") -> Iterator[tuple[str, type[Sec
 
 
 def _choice(section: type[Section]) -> str:
-    """Selecting field and value of a section, such as ``kind: classification``."""
+    """Field and value by which a section is selected in a union, such as ``kind: classification``."""
     for name, field in section.model_fields.items():
         if typing.get_origin(field.annotation) is Literal:
             return f"{name}: {get_args(field.annotation)[0]}"

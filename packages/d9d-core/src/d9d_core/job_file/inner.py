@@ -19,7 +19,7 @@ def choose(registry: Registry, kind: str, where: str, config: PluginConfig) -> C
     Args:
         registry: registry that resolves names.
         kind: extension point.
-        where: field of the job file.
+        where: field of the job file that holds the config.
         config: config of the component.
 
     Raises:
@@ -51,7 +51,7 @@ def _found(value: Any, where: str, kind: str | None) -> Iterator[tuple[str, str,
 
 
 def _kind(annotations: tuple[Any, ...]) -> str | None:
-    """Kind of the open union in nested annotations; ``None`` if there is none."""
+    """Kind of component that a field's annotation names (:class:`Named`); ``None`` if it names none."""
     for annotation in annotations:
         if isinstance(annotation, Named):
             return annotation.kind

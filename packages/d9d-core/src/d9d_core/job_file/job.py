@@ -68,7 +68,7 @@ class Run(Section):
 
     @property
     def cache(self) -> Path:
-        """Directory of prepared data, shared by the runs of one parent directory."""
+        """Directory of prepared data, shared by all runs with the same parent directory."""
         return self.dir / ".cache"
 
 

@@ -114,7 +114,7 @@ def _explained(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Builder:
-    """Builder of values from YAML nodes. Aliases may repeat a node."""
+    """Converts YAML nodes to Python values, and counts them, because aliases may repeat a node many times."""
 
     def __init__(self, loader: _Loader, source: str) -> None:
         self.lines: dict[Location, int] = {}

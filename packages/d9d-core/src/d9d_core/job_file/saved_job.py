@@ -60,7 +60,7 @@ class SavedJob:
         """Refuse fields of the validated job that would import code.
 
         Raises:
-            JobError: there are such fields; one line per field.
+            JobError: a field would import code; one line per field.
         """
         found = ((where, f"names code to import, {_short(value)}") for where, value in _imports(job, (), None))
         self._refuse(document, [(where, what) for where, what in found if not _is_given(where, document)])

@@ -67,7 +67,7 @@ def unused_axes(mesh: Mesh, selection: Parts) -> list[str]:
 
 
 def idle_parts(job: JobConfig, selection: Parts) -> list[str]:
-    """Warnings about fields without effect: strategies and a schedule whose mesh axes have one rank, and the export."""
+    """Warnings about fields without effect: strategies or a schedule on axes of size 1, or an impossible export."""
     sizes = job.mesh.sizes()
     parts = [
         (chosen, chosen.spec.axes) for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec)

@@ -61,7 +61,7 @@ def edit(before: BaseJob, after: BaseJob) -> str:
 
 
 class _NoneFitsError(Exception):
-    """No nearby layout fits."""
+    """No layout near the job's own layout fits the number of processes."""
 
 
 def _with_ranks(job: BaseJob, registry: Registry, world_size: int) -> BaseJob:

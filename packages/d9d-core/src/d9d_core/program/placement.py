@@ -123,7 +123,7 @@ def checked_programs(schedule: Schedule, ranks: int, microbatches: int) -> Seque
     """Programs of all pipeline ranks, validated.
 
     Raises:
-        BuildError: the schedule does not support these numbers, or generates an invalid program.
+        BuildError: the schedule does not support these numbers of ranks and microbatches, or a program is invalid.
     """
     try:
         programs = schedule(ranks, microbatches)

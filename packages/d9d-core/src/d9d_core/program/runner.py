@@ -84,7 +84,7 @@ Handler = Callable[[Action, StepState], None]
 
 
 class StageRunner(Protocol):
-    """Interface of the engine's executor for handlers of further action types.
+    """Interface of the engine's executor for the handlers of action types that plugins add.
 
     Handlers read their inputs from :class:`StepState` and store the inputs of later actions there.
     """
@@ -101,7 +101,7 @@ class StageRunner(Protocol):
 
     @property
     def topology(self) -> Topology:
-        """Process topology."""
+        """Topology of this process: coordinates, device, meshes and process groups."""
         ...
 
     @property
@@ -122,15 +122,15 @@ class StageRunner(Protocol):
         ...
 
     def open_backward(self, action: MicrobatchAction, state: StepState) -> tuple[Visit, list[Tensor | None]]:
-        """Begin a backward of a microbatch in a stage.
+        """Begin a backward: find the state of a microbatch in a stage and the gradients to propagate.
 
         Returns:
-            The visit, and the gradient of each of its roots.
+            State of the microbatch, and the gradient of each of its roots.
         """
         ...
 
     def close_backward(self, action: MicrobatchAction, visit: Visit, state: StepState) -> None:
-        """Pass the gradients of a stage's inputs to the previous stage."""
+        """End a backward: pass the gradients of the stage's inputs to the previous stage."""
         ...
 
     def after_weights(self, stage: int) -> None:

@@ -70,7 +70,7 @@ def placement(programs: Sequence[Program]) -> list[tuple[int, ...]]:
 
 
 def _check_presence(index: ProgramIndex, training: bool) -> Iterator[str]:
-    """Check that each computation appears once."""
+    """Check that each forward, backward and reduction appears exactly once in the programs."""
     size = index.microbatches
     forward, backward, inputs, weights = (index.table(kind) for kind in (Forward, *_GRADIENTS))
     for stage in range(index.stages):
@@ -164,7 +164,7 @@ def _late(index: ProgramIndex, early: int, cause: int) -> str:
 
 
 def _check_channels(index: ProgramIndex, training: bool) -> Iterator[str]:  # noqa: ARG001 - one signature for all
-    """Check that both sides of a channel use the same order."""
+    """Check that sends and receives between two ranks have the same order on both ranks."""
     for (source, target), pairs in index.channels().items():
         for before, after in pairwise(pairs):
             if before[1] > after[1]:

@@ -84,7 +84,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """Circumstances of a job: mesh, device, installed modules.
+    """Facts against which capability tokens of a job are checked: sizes of the mesh, and the device.
 
     Attributes:
         mesh: axis -> size.
@@ -129,7 +129,7 @@ def _installed(module: str) -> bool:
 
 
 def how_to_get(distribution: str | None, module: str) -> str:
-    """Advice on getting a module: reinstall the plugin if it depends on the library on this platform."""
+    """Advice on installing a module: by pip, if the distribution depends on it on this platform, or by hand."""
     package = canonicalize_name(module.partition(".")[0])
     for requirement in _requirements(distribution):
         name = canonicalize_name(requirement.name)
@@ -141,7 +141,7 @@ def how_to_get(distribution: str | None, module: str) -> str:
 
 
 def _requirements(distribution: str | None) -> list[Requirement]:
-    """Dependencies of a distribution, without the dependencies of its extras."""
+    """Requirements in a distribution's metadata, without the requirements of its extras."""
     try:
         lines = requires(distribution or "") or []
         return [Requirement(line) for line in lines if "extra ==" not in line]
@@ -249,7 +249,7 @@ class Judge:
         return False, _UNDECLARED.format(token)
 
     def _advice(self, token: str) -> str:
-        """Advice on getting a missing token; empty if there is none."""
+        """Advice on how to satisfy a missing token; empty if there is no advice."""
         namespace, _, word = token.partition(":")
         if namespace == "mesh" and word in MESH_AXES:
             return f"{self._holds(token)[1]}; set mesh.{word} to more than 1"

@@ -147,7 +147,7 @@ class RefusedError(Exception):
 
 
 class _TooLongError(BaseException):
-    """The time limit was exceeded; a BaseException, because plugins may catch Exception."""
+    """A plugin's declarations exceeded the time limit; a BaseException, because plugins may catch Exception."""
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def contained(who: str) -> Iterator[None]:
 
 @contextmanager
 def _handler(name: str, handler: Callable[[int, FrameType | None], None], before: object) -> Iterator[bool]:
-    """Handle a signal, in the main thread only and if no other code handles it. Yields whether this succeeded."""
+    """Install a signal handler inside the block, if in the main thread and if no other code has one; yield success."""
     number: Any = getattr(signal, name, None)
     main = threading.current_thread() is threading.main_thread()
     if number is None or not main or signal.getsignal(number) is not before:

@@ -1,4 +1,4 @@
-"""Advice on failed imports of d9d's own modules and names in a plugin."""
+"""Advice for plugins that fail to import a module or name of d9d."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"cannot import name '(\w+)'")
 
 
 def import_advice(error: BaseException) -> str:
-    """Advice to append to an import error: the module that defines the name, or where to look.
+    """Advice to append to an import error about d9d: the modules that define the name.
 
     The text is empty for other errors.
     """

@@ -1,4 +1,4 @@
-"""Scan for installed distributions that declare plugins: imports nothing, and survives damaged distributions."""
+"""Finds installed distributions that declare plugins, without importing them; damaged distributions are reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Candidate:
 
 
 def scan() -> list[Candidate]:
-    """Candidates, sorted by distribution and module so that the order of directory entries has no effect."""
+    """Find the declaration modules of all installed distributions, sorted by distribution and module."""
     found: dict[str, list[Candidate]] = {}
     for distribution in distributions():
         if declared := _declared(distribution):

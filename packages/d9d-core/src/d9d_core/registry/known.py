@@ -27,7 +27,7 @@ class KnownPlugins:
 
     @classmethod
     def shipped(cls) -> KnownPlugins:
-        """Read the generated table."""
+        """Read the table of first-party names that is packaged with d9d-core."""
         table = json.loads(files("d9d_core.registry").joinpath("known_plugins.json").read_text("utf-8"))
         return cls(table["homes"], table["versions"])
 
@@ -36,5 +36,5 @@ class KnownPlugins:
         return self.homes.get(kind, {}).get(name)
 
     def names(self, kind: str) -> Mapping[str, str]:
-        """Names of one kind -> distribution."""
+        """Mapping from the names of one kind to the distributions that offer them."""
         return self.homes.get(kind, {})

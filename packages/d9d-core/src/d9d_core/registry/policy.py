@@ -76,7 +76,7 @@ class PluginPolicy:
         return cls(allow=allow or None, block=block, files=files, named=named)
 
     def __or__(self, other: PluginPolicy) -> PluginPolicy:
-        """Combine two policies; each restriction of either holds."""
+        """Combine two policies: the result has the restrictions of both."""
         allows = [policy.allow for policy in (self, other) if policy.allow is not None]
         return PluginPolicy(
             allow=frozenset.intersection(*allows) if allows else None,

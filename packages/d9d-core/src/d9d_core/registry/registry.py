@@ -83,7 +83,7 @@ class Registry:
 
     @classmethod
     def collected(cls, collector: Collector) -> Registry:
-        """Registry of a collector's records, plugins and problems."""
+        """Make a registry from the records, plugins and problems that a collector holds."""
         return cls(collector.entries, collector.plugins, collector.problems, collector.blocked, collector.known)
 
     def entries(self, kind: str | None = None) -> list[Entry]:

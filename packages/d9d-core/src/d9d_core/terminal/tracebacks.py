@@ -12,7 +12,7 @@ from d9d_core.untrusted import visible
 
 
 def make_tracebacks_visible() -> None:
-    """Print uncaught exceptions of all threads and of destructors through :func:`visible` from now on.
+    """From now on, escape control characters in uncaught exceptions of all threads and destructors.
 
     Hooks that other code has installed are kept.
     """

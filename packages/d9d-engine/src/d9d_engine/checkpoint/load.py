@@ -37,7 +37,7 @@ class WindowPlanner(LoadPlanner):
     Args:
         local_shards: name -> shards of this rank, to be filled.
         optional: names of tensors that the checkpoint may lack; such tensors keep their values.
-        known: entries of the checkpoint, name -> ``dtype`` and ``shape``; each must be wanted by some rank.
+        known: entries of the checkpoint, name -> ``dtype`` and ``shape``; some rank must load each entry.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class WindowPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raise: a checkpoint's values that are no tensors are in a JSON file, which this planner does not read."""
+        """Always raise: values that are not tensors are in a JSON file, which this planner does not read."""
         raise NotImplementedError("a checkpoint holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Part of a local shard that a read fills."""
+        """Return the part of a local shard into which one read copies its data."""
         offset = tuple(read_item.dest_index.offset or ())
         shard = next(shard for shard in self._local[read_item.dest_index.fqn].shards if shard.offset == offset)
         tensor = shard.tensor
@@ -150,7 +150,7 @@ class WindowReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the parts that a plan names, file by file."""
+        """Read the parts of tensors that a plan lists, file by file."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._shards[item.storage_index]["file"], []).append(item)
@@ -167,12 +167,12 @@ class WindowReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
-        """Return False without any check: ``storage`` and ``name`` determine the files, not this id."""
+        """Return False, unused: the constructor's ``storage`` and ``name`` determine the files, not a checkpoint id."""
         return False
 
 
 def load(planner: WindowPlanner, reader: WindowReader, group: dist.ProcessGroup | None) -> None:
-    """Fill the planner's shards. Collective over ``group``; ``None`` means one process.
+    """Load a checkpoint into the planner's shards. Collective over ``group``; ``None`` means one process.
 
     Raises:
         BaseException: the failure; with a group, a ``CheckpointException`` that lists failures by rank.

@@ -32,7 +32,7 @@ class Pruner:
         """Remove surplus checkpoints now that step ``saved`` exists; see :meth:`Retention.surplus`.
 
         Returns:
-            Text of the failure, or ``None``.
+            Text of the failure if a checkpoint could not be removed, else ``None``.
         """
         self._foreign.discard(saved)  # the save has replaced a foreign folder of this step
         try:

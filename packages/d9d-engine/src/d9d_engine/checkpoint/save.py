@@ -58,7 +58,7 @@ class ShardPlanner(SavePlanner):
         """Do nothing: tensors come from ``ready``, which is called later so that its failure reaches all ranks."""
 
     def create_local_plan(self) -> SavePlan:
-        """Plan the writes of this rank's shards."""
+        """Plan to write each shard that this rank owns."""
         items = []
         for name, local in self._ready().items():
             for shard in local.shards:
@@ -162,7 +162,7 @@ class CheckpointWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
-        """Return False without any check: the draft determines the files, not this id."""
+        """Return False, unused: the constructor's ``draft`` determines the files, not a checkpoint id."""
         return False
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:

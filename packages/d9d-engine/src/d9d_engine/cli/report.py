@@ -149,7 +149,7 @@ def print_communication(console: Console, job: Job, plan: Plan) -> None:
 
 
 def _rank_of(job: Job, plan: Plan) -> str:
-    """Text that names the planned rank, where numbers differ between ranks."""
+    """Text such as `` on rank 3`` for numbers that differ between ranks; empty if all ranks are equal."""
     rank = plan.collectives.rank
     return f" on rank {rank}" if rank else " on the first rank" if job.pipeline else ""
 

@@ -105,7 +105,7 @@ class Assembly:
         return converted[-1] if converted else None
 
     def stage_holders(self, topology: Topology) -> StageHolders | None:
-        """Holders of the tensors along ``pp``; ``None`` if each rank holds all. Collective over the ranks of ``pp``."""
+        """Map from tensors to pipeline ranks that hold them; ``None`` without a pipeline. Collective over ``pp``."""
         if self.pipeline.ranks == 1:
             return None
         group = topology.axes_group("pp")

@@ -145,7 +145,7 @@ class Exporter:
         return config | _names_of_classes(config, self._stream.facts) | end_of_text(config, self._stream.facts)
 
     def _stops_of_adapter(self) -> dict[str, bytes]:
-        """``generation_config.json`` of the adapter, if the data has its own stop tokens; else no file."""
+        """Contents of the adapter's ``generation_config.json`` if the data has its own stop tokens; else no file."""
         files = self._published.files
         base = _object(files.get(GENERATION_CONFIG, b"")) or self._published.fields
         if not self._stream.facts.get(STOPS):
@@ -153,7 +153,7 @@ class Exporter:
         return {GENERATION_CONFIG: _text(end_of_text({"eos_token_id": base.get("eos_token_id")}, self._stream.facts))}
 
     def _kept_files(self) -> dict[str, bytes]:
-        """Kept files of the pretrained model; ``generation_config.json`` gets the stop tokens of the training data."""
+        """Files copied from the pretrained model; stop tokens of the data are added to ``generation_config.json``."""
         files = dict(self._published.files)
         settings = _object(files.get(GENERATION_CONFIG, b""))
         if settings is not None and (end := end_of_text(settings, self._stream.facts)):

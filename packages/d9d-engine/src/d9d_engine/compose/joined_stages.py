@@ -55,7 +55,7 @@ class JoinedStages(nn.Module):
         return {k: v for stage in reversed(self._stages) for k, v in stage.state_dict(*args, **kwargs).items()}
 
     def get_submodule(self, target: str) -> nn.Module:
-        """First module with this name.
+        """Module of this name, from the first stage that has it.
 
         Raises:
             AttributeError: no stage has such a module.
@@ -63,7 +63,7 @@ class JoinedStages(nn.Module):
         return self._find(lambda stage: stage.get_submodule(target), f"module '{target}'")
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """First parameter with this name.
+        """Parameter of this name, from the first stage that has it.
 
         Raises:
             AttributeError: no stage has such a parameter.
@@ -71,7 +71,7 @@ class JoinedStages(nn.Module):
         return self._find(lambda stage: stage.get_parameter(target), f"parameter '{target}'")
 
     def get_buffer(self, target: str) -> Tensor:
-        """First buffer with this name.
+        """Buffer of this name, from the first stage that has it.
 
         Raises:
             AttributeError: no stage has such a buffer.

@@ -131,7 +131,7 @@ class _Offer:
 
 
 def _offers(registry: Registry, op: str, judge: Judgement, deterministic: bool) -> list[_Offer]:
-    """Backends of an op, with the checks that do not depend on a signature."""
+    """Backends of an op, each with the result of the checks that do not depend on a signature."""
     offers = []
     for entry in registry.kernels(op):
         spec = entry.spec
@@ -236,7 +236,7 @@ def _ask(offer: _Offer, signature: OpSignature) -> Decision:
 
 
 def slot_facts(model: nn.Module) -> dict[Site, Mapping[str, Any]]:
-    """Static facts of all op slots of a model, by site."""
+    """Static facts of all op slots of a model, by module name and attribute."""
     return {site: slot.static for site, slot in _slots(model).items()}
 
 

@@ -1,4 +1,4 @@
-"""Root of each composition: a job in this process, with its plugin records looked up and judged."""
+"""Starting point of each composition: a job with its plugin records, and the topology of this process."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Root(Generic[AnyJob_co, Selected_co]):
     def open_data(self, one_pass: bool = False, inputs: TextInputs = "own") -> tuple[DataStream, str]:
         """Open the job's data; return the stream and the time it took as text. Collective over all ranks.
 
-        On each machine, one process prepares the data first, and the others reuse it. The arguments are passed to
-        :func:`d9d_engine.compose.parts.data.open_data`.
+        On each machine, one process prepares the data first, and the other processes reuse the prepared data. The
+        arguments are passed to :func:`d9d_engine.compose.parts.data.open_data`.
 
         Raises:
             DataError: the data cannot be opened.

@@ -1,4 +1,4 @@
-"""Composition of a trainer from a job: builds each component with its collaborators."""
+"""Composition of a trainer from a job: builds the components in order and connects them."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def build(
 
 
 def _assembled(root: Root[JobConfig, Selection]) -> Assembly:
-    """Assemble the model on the meta device, and check the job's kernels against it and its optimizer."""
+    """Assemble the model on the meta device; check that model or optimizer call each op in the job's ``kernels``."""
     for text in idle_parts(root.job, root.selection):
         root.note(f"warning: {text}")
     assembly = assemble(root)

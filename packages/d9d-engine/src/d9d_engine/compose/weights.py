@@ -115,7 +115,7 @@ class _Adjacent:
     weight: Tensor
 
     def to(self, device: torch.device) -> Tensor:
-        """Memory of this weight on a device; allocates the shared memory if needed."""
+        """Return this weight's slice of the shared memory on a device; the first call allocates the memory."""
         if not self.memory:
             shape = (self.rows, *self.weight.shape[1:])
             self.memory.append(torch.empty(shape, dtype=self.weight.dtype, device=device))
@@ -123,7 +123,7 @@ class _Adjacent:
 
 
 def _adjacent(stage: nn.Module, apart: set[int]) -> dict[int, _Adjacent]:
-    """Weights that are to be adjacent in memory, by the identity of the parameter.
+    """Groups of weights to place adjacently in memory, as a mapping from the identity of a parameter to its slice.
 
     Args:
         stage: stage on the meta device.

@@ -161,7 +161,7 @@ def _terms(cost: AdapterCost) -> OpCost:
 
 
 def _op(op: OpCost, effects: Sequence[AdapterCost], passes: bool) -> OpCost:
-    """Cost of an op whose weights may be frozen; without a backward if ``passes`` is false."""
+    """Cost of an op whose weights may be frozen; if no gradient passes the op, without costs of the backward."""
     weights = tuple(replace(weight, trains=one.trains) for weight, one in zip(op.weights, effects, strict=True))
     op = replace(op, weights=weights)
     if not passes:

@@ -99,7 +99,7 @@ class Topology:
         return Grid.of_view(self.views[view], self.sizes)
 
     def mesh(self, view: str, *dims: str) -> DeviceMesh:
-        """Device mesh of a view, or of some of its dimensions. Meshes of one view have a common root.
+        """Device mesh of a view, or a submesh of some of its dimensions. Submeshes of one view have a common root mesh.
 
         Collective over all ranks at the first use of a view.
 
@@ -129,7 +129,7 @@ class Topology:
         return self._group(ranks, purpose, own_backend(self.device, blocks) if purpose else {})
 
     def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
-        """Process group of the ranks at ``positions`` along a base axis; on ranks elsewhere, of all ranks elsewhere.
+        """Group of the ranks at ``positions`` along a base axis or, on all other ranks, of these other ranks.
 
         ``None`` without process groups. Collective over all ranks at the first use.
         """
@@ -181,7 +181,7 @@ class Topology:
 
     @contextmanager
     def main_first(self, per_machine: bool = False) -> Iterator[None]:
-        """Run the block on the main process first (or on the first process of each machine), then on all others.
+        """Run the block on the main process (or the first process of each machine), then on all other processes.
 
         Collective over all ranks.
         """

@@ -55,6 +55,6 @@ class PackedReduction:
         return {name: self.view(name) for name in self.places}
 
     def view(self, name: str) -> Tensor:
-        """View of a tensor in its buffer."""
+        """View of the named tensor's copy in its buffer."""
         key, start, shape = self.places[name]
         return self.buffers[key][start : start + shape.numel()].view(shape)

@@ -193,7 +193,7 @@ def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
 
 
 def _stopped(ended: Ended, failure: Failure | None, first: bool) -> int:
-    """Exit status of a run that was asked to stop; prints the outcome unless the processes have printed it."""
+    """Exit status of a launch that was asked to stop; prints the outcome unless a process has printed it."""
     if ended.training and not ended.insisted:
         if failure is not None:
             _say(failure.text)

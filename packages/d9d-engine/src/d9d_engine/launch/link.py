@@ -22,7 +22,7 @@ VARIABLE = "D9D_LAUNCH_FD"
 
 
 class Link:
-    """One end of a link between launcher and process. Each message is a JSON object in one line.
+    """One end of a link between the launcher and a process. Each message is a JSON object in one line.
 
     Args:
         connection: socket connected to the other end.

@@ -203,7 +203,7 @@ class Ranks:
                 rank.link.send(stop=name)
 
     def _repeat_request(self, number: int, before: int) -> bool:
-        """Forward another Ctrl-C, or kill at the third request; return whether processes get no more time."""
+        """Forward another Ctrl-C, or kill all at the third request; return whether the wait for saves ends."""
         for rank in self.ranks:
             if rank.exit_code is None and before > 1:
                 rank.process.kill()

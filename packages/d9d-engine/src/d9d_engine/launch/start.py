@@ -63,7 +63,7 @@ def process_of_launcher(environ: MutableMapping[str, str], alone: bool) -> Proce
 
 
 def option_words(overrides: Sequence[str], plugin: Sequence[Path], no_plugins: bool, strict: bool) -> list[str]:
-    """Command-line arguments that repeat the common options of a job command, for the launched processes."""
+    """Command-line arguments for the launched processes that repeat the options of this command."""
     words = [word for option in overrides for word in ("--set", option)]
     words += [word for file in plugin for word in ("--plugin", str(file))]
     return [*words, *["--no-plugins"] * no_plugins, *["--strict-plugins"] * strict]

@@ -111,7 +111,7 @@ class StepProfiler:
         self._tell(wait=False)
 
     def close(self) -> None:
-        """Write recorded steps, and wait for pending writes."""
+        """Stop recording, write the recorded steps, and wait until all traces are written."""
         if self._profile is not None:
             self._stop()
         self._tell(wait=True)

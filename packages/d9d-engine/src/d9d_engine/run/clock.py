@@ -15,7 +15,7 @@ class Clock:
         self._stopped: float | None = None
 
     def take(self) -> float:
-        """Seconds since the last call, or since the clock was created."""
+        """Seconds since the last call or the creation of the clock, without the excluded time."""
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         return seconds

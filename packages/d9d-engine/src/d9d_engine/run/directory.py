@@ -1,4 +1,4 @@
-"""Files in a run's directory: job, plugins, programs, and the ending of a finished run. Imports no torch."""
+"""Files in a run's directory: job, plugins, programs, and a mark of a finished run. Imports no torch."""
 
 from __future__ import annotations
 

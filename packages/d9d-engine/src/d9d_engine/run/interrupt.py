@@ -41,7 +41,7 @@ class Interrupts:
         self._process = os.getpid()
 
     def request(self, name: str) -> None:
-        """Ask to stop, like the signal of this name. A request before the block takes effect in the block."""
+        """Request a stop, as the signal of this name would. A request before the block takes effect in the block."""
         self.requested = self.requested or name
 
     @contextmanager
@@ -108,7 +108,7 @@ class Interrupts:
             raise Terminated(self.requested) from None
 
     def _is_in_child(self, number: int) -> bool:
-        """Whether this is a forked child, such as a plugin's worker; the signal then gets its default effect."""
+        """Whether this process is a forked child, such as a data worker; if so, give the signal its default effect."""
         if os.getpid() == self._process:
             return False
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -153,7 +153,7 @@ class LifeCycle:
         return Outcome(status, self.progress.step)
 
     def abort(self, run: OpenRun, error: BaseException) -> None:
-        """Close the run as failed."""
+        """Close the run with the status ``failed``."""
         self._closed()
         run.deferred.__exit__(type(error), error, error.__traceback__)
         with suppress(Exception):  # the device may have failed

@@ -34,7 +34,7 @@ class Skips:
     began: int = 0
 
     def after(self, step: int, finite: bool) -> Skips:
-        """Updated counts after one more step."""
+        """Return the counts after one more step, which was skipped or not."""
         if finite:
             return replace(self, in_a_row=0, began=0)
         return Skips(self.total + 1, self.in_a_row + 1, self.first or step, self.began or step)
@@ -45,12 +45,12 @@ class Skips:
         return tuple(sorted({self.first, self.began} - {0}))
 
     def state(self) -> dict[str, int]:
-        """Values to save in a checkpoint."""
+        """Counts as JSON values, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Skips:
-        """Restore from a checkpoint's values; see :func:`is_state`."""
+        """Make the counts from values of a checkpoint that passed :func:`is_state`."""
         return cls(**{field.name: state[field.name] for field in fields(cls)})
 
 
@@ -161,7 +161,8 @@ class Logbook:
         """Wait for all values; then every step so far was finite or skipped.
 
         Raises:
-            NonFiniteError: a step was not finite and the policy is ``error``, or too many consecutive steps.
+            NonFiniteError: a step was not finite and the policy is ``error``, or too many consecutive steps were not
+                finite.
         """
         while self._pending:
             self._take(self._pending.popleft())
@@ -225,7 +226,7 @@ def _copied(cells: Sequence[Tensor]) -> tuple[Tensor, torch.Event | None]:
 
 
 def _filled(tables: Mapping[str, Table], cells: Tensor) -> dict[str, Table]:
-    """Fill tables with values from the host; ``cells`` has the cells of all tables in order."""
+    """Fill tables with values in host memory; ``cells`` holds the cells of all tables, one after the other."""
     parts = torch.split(cells, [table.values.numel() for table in tables.values()])
     pairs = zip(tables.items(), parts, strict=True)
     return {name: replace(table, values=part.view(table.values.shape)) for (name, table), part in pairs}

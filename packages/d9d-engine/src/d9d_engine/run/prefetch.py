@@ -135,7 +135,7 @@ def _name_of(stream: DataStream) -> str:
 
 
 class _Transfer:
-    """Copies packs to a device, on a separate stream.
+    """Copies packs to a device, on a separate stream if possible.
 
     Args:
         device: target device.
@@ -198,7 +198,7 @@ class _Transferred:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Pack fetched ahead, with the stream's state after it."""
+    """Pack that the thread fetched ahead, with the state of the stream after the pack."""
 
     transferred: _Transferred
     state: State

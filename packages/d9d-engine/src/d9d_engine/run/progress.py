@@ -44,7 +44,7 @@ class _Curve:
         self.values: list[float] = []  # read by the drawing thread, so only append to it or replace it
 
     def add(self, value: float) -> None:
-        """Add a value; a non-finite one is ignored."""
+        """Add a value to the curve; NaN and infinity are ignored."""
         if not math.isfinite(value):
             return
         self._sum += value
@@ -70,7 +70,7 @@ class _Display(Progress):
         super().__init__(*columns, **settings)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Progress bar and text."""
+        """Yield the progress bar and the line of text below."""
         yield from super().get_renderables()
         yield Text(self._text_below(), style="dim")
 

@@ -53,7 +53,7 @@ class Trainer:
 
     @property
     def job(self) -> JobConfig:
-        """Resolved job."""
+        """Job, with all values resolved."""
         return self._parts.job
 
     @property
@@ -63,7 +63,7 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """Counters of the run."""
+        """Counters of the run: steps, tokens and skipped steps."""
         return self._life.progress
 
     @property

@@ -54,8 +54,8 @@ class AuxiliaryLosses:
     def weights(self, microbatch: Microbatch) -> dict[str, int | Tensor]:
         """Term -> its weight in a microbatch: number of samples or of positions.
 
-        Weights follow from the shape [B, S, ...] of the first input, or from the input ``lengths``, if given, as 0-d
-        tensors.
+        Weights are numbers from the shape [B, S, ...] of the first input or, if the input ``lengths`` is given, 0-d
+        tensors computed from it.
         """
         if not self.terms:
             return {}

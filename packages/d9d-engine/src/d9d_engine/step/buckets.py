@@ -99,7 +99,7 @@ class Buckets:
         ]
 
     def arm(self) -> None:
-        """Prepare for the last backward of the step, in which gradients become final on this rank."""
+        """Prepare for the last backward of the step: launch buckets when their gradients become final on this rank."""
         self._armed, self._next = True, 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.members)
@@ -126,7 +126,7 @@ class Buckets:
 
 
 def _fill(members: Sequence[Member], limit: int) -> list[Bucket]:
-    """Fill buckets of each kind, ordered by the position of their last gradient."""
+    """Distribute members to buckets of equal group, operation, dtype and device; order buckets by last member."""
     done: list[tuple[int, list[Member]]] = []
     open_: dict[tuple[object, ...], tuple[int, list[Member]]] = {}
     last: Mapping[int, int] = {id(member): index for index, member in enumerate(members)}

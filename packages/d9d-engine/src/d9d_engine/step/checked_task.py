@@ -74,7 +74,7 @@ class CheckedTask:
         return self._task.coefficients
 
     def check(self, model: Any, facts: State) -> None:
-        """Check the model's config and the facts of the data."""
+        """Call the task's check of the model's config against the facts of the data."""
         self._task.check(model, facts)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:

@@ -133,7 +133,7 @@ class GradientNorm:
         self._power = OpSlot("gradient_power", partial(gradient_power, p=p), p=p)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Op slot of the sum of powers."""
+        """Op slot ``gradient_power``, which computes the sum of powers."""
         return {"gradient_power": self._power}
 
     def __call__(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -176,7 +176,7 @@ def division_of(optimizer: Optimizer, events: Events) -> Callable[[Tensor], None
 
 
 def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bool:
-    """Whether this rank counts its shard of a parameter for the norm: it is the first rank with this shard.
+    """Whether this rank is the first with its shard of a parameter, and so counts the shard in the norm.
 
     Ranks have different shards along mesh dimensions that shard the parameter. Along all other dimensions, and along
     axes that the parameter's mesh does not span, the first rank counts. Pipeline ranks hold different parameters.

@@ -16,7 +16,7 @@ from d9d_engine.step.executor import Executor
 
 
 class FirstPassRunner(Protocol):
-    """Runs first passes over packs."""
+    """Protocol of a function that runs the first pass over a pack."""
 
     def __call__(self, pack: Pack, step: int | None) -> Pack:
         """Add first-pass tensors to the microbatches of a pack. Collective over all ranks.

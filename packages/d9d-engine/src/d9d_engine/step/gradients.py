@@ -94,7 +94,7 @@ class Gradients:
         """Make all gradients final. Collective over all ranks.
 
         Raises:
-            RuntimeError: the step's program never declared a stage complete.
+            RuntimeError: the step's program has no :class:`~d9d_core.schedule.Reduce` for a stage.
         """
         if self._open:
             raise RuntimeError(f"the program ended without reducing the gradients of stage(s) {sorted(self._open)}")
@@ -122,7 +122,7 @@ class Gradients:
                 gradient.mul_(factor.to(gradient.device, non_blocking=True))
 
     def reset(self) -> None:
-        """Set all gradients to None, like zero_grad; the next step reuses their memory."""
+        """Set all gradients to ``None``, like ``zero_grad``, so that their memory can be reused."""
         for parameter in self._parameters.values():
             parameter.grad = None
         self._ties.reset()

@@ -1,4 +1,4 @@
-"""Scaling of the loss terms, known before the first backward."""
+"""Factors of the loss terms in a step, which are usually known before the first backward."""
 
 from __future__ import annotations
 

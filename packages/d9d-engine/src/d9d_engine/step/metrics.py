@@ -153,7 +153,7 @@ class Statistics:
         }
 
     def reset(self) -> None:
-        """Begin a new logging period."""
+        """Reset all metrics, at the begin of a new logging period."""
         for metric in self._metrics.values():
             metric.reset()
 
@@ -224,7 +224,7 @@ def _elsewhere(state: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> boo
 
 @contextmanager
 def _named(metric: str, method: str) -> Iterator[None]:
-    """Add the metric and its method to an exception that the block raises."""
+    """Add the names of the metric and its method to an exception raised inside the block."""
     try:
         yield
     except Exception as error:
@@ -239,7 +239,7 @@ def _values(name: str, metric: Metric) -> Mapping[str, Tensor | Vector | Table]:
 
 
 def _computed(name: str, metric: Metric, merged: dict[str, Tensor]) -> Mapping[str, Tensor | Vector | Table]:
-    """Values of a merged state; afterwards the metric has its previous state."""
+    """Compute a metric's values from a merged state, and restore the metric's own state."""
     own = {key: tensor.clone() for key, tensor in metric.state().items()}  # the metric may load in place
     metric.load_state(merged)
     values = _values(name, metric)

@@ -146,7 +146,7 @@ def _covered(topology: Topology, view: str) -> set[str]:
 
 
 def _data_axes(topology: Topology, view: str | None) -> Mapping[str, int]:
-    """Axes, or dimensions of a view, over which ranks have different tokens -> their sizes."""
+    """Axes, or dimensions of a view, along which ranks have different tokens, with their sizes."""
     if view is None:
         return {axis: topology.sizes.get(axis, 1) for axis in DATA_AXES}
     dims, sizes = topology.views[view].dims, Grid.of_view(topology.views[view], topology.sizes).sizes

@@ -37,7 +37,7 @@ class Events:
         self.emit(EventsReady(self.emit))
 
     def heard(self, *events: type[Any]) -> bool:
-        """Whether there is a subscriber to one of these events."""
+        """Whether any subscriber handles one of these events."""
         return any(self._handlers.get(event) for event in events)
 
     def emit(self, event: object) -> None:

@@ -217,7 +217,7 @@ class _Reasons(logging.Handler):
         self.before = _Switch()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass on a line, in the compiling thread."""
+        """Pass a line of torch's log to ``hear``, in the thread that compiles."""
         self._record_reason(record.getMessage())
 
 

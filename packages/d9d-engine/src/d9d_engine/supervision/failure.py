@@ -87,7 +87,7 @@ class ErrorFile:
         self._replace(failure.text, time.time())
 
     def echoes(self, first: str) -> None:
-        """Write that another rank failed first, with a later time: the agent reports the earliest failure."""
+        """Write a failure with a late time, so that the agent reports the rank that failed first."""
         self._replace(f"stopped because {first} failed", time.time() + 1)
 
     def _replace(self, text: str, when: float) -> None:

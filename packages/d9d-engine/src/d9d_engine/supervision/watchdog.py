@@ -130,7 +130,7 @@ class Watchdog:
             self._waited_for = None
 
     def start(self, alarm: Alarm, pause: float) -> None:
-        """Start the thread.
+        """Start the thread that watches the deadlines.
 
         Args:
             alarm: alarm shared with the other ranks.

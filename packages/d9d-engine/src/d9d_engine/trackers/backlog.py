@@ -32,7 +32,7 @@ class Backlog:
         self._entries: deque[tuple[int, str, int, Mapping[str, Any]]] = deque(maxlen=room)
 
     def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Add values that are passed to the tracker."""
+        """Add an entry: values that are also passed to the tracker."""
         with self._lock:
             self._last = max(self._last, step)
             if kind in _KINDS:
@@ -61,7 +61,7 @@ class Backlog:
 
     @staticmethod
     def read(entries: Sequence[Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield kind, step and values of the entries of a state."""
+        """Yield kind, step and values of each entry of a state that :meth:`state` returned."""
         for kind, step, values in entries:
             named = {SeriesName(name, tags) if tags else name: value for name, tags, value in values}
             yield kind, step, {name: _value(kind, value) for name, value in named.items()}

@@ -21,7 +21,7 @@ class ConsoleTracker:
         self._config = config
 
     def open(self, run: RunInfo, state: State | None) -> ConsoleRun:  # noqa: ARG002 - the console has no state
-        """Start printing the lines of a run."""
+        """Return the object that prints the values of a run."""
         if run.description:
             _print(f"{run.name}: {run.description}")
         return ConsoleRun(run.total_steps, self._config.series)

@@ -131,7 +131,7 @@ class TrackerHub:
         self._hand("write_pictures", step, pictures)
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> None:
-        """Log files, to trackers that support files; a file that is missing by then is dropped, with a warning."""
+        """Log files, to trackers that support files; if a file no longer exists, print a warning and drop it."""
         self._hand("write_files", step, files)
 
     def _hand(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ class TrackerHub:
                 thread.write_now(run, kind, step, there)
 
     def _storable(self, name: str) -> str:
-        """Name that every tracker can store; a changed name is reported."""
+        """Escape a name so that every tracker can store it; print a warning if this changes the name."""
         kept = storable(name)
         if kept != name and kept not in self._renamed and self._threads:
             self._renamed.add(kept)
@@ -312,7 +312,7 @@ class _TrackerThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the tracker has not reached the last queued request yet."""
+        """Whether the thread still works on a queued request."""
         return not self._asked.is_set()
 
     def write(self, kind: str, step: int, values: Mapping[str, Any], call: Callable[[TrackerRun], None]) -> None:
@@ -362,7 +362,7 @@ class _TrackerThread:
             )
 
     def _failure(self, run: TrackerRun, kind: str, step: int, values: Mapping[str, Any]) -> Exception | None:
-        """Write values; return the tracker's exception, or ``None``."""
+        """Call the tracker's method to write values; return its exception, or ``None``."""
         try:
             getattr(run, kind)(step, dict(values))
         except Exception as error:

@@ -55,7 +55,7 @@ class JsonlRun:
         return self._metrics, self._tables, self._histograms, self._texts
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one line; non-finite values become null, as JSON cannot represent them."""
+        """Append one line with the values of a step; NaN and infinity become null, as JSON cannot represent them."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._metrics.append({"step": step} | finite)
 
@@ -94,7 +94,7 @@ class JsonlRun:
         return {"lengths": {file.path.name: file.length for file in self._files}}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002
-        """Close the files and draw the pictures."""
+        """Close the files, and draw the loss curve and the heat maps."""
         for file in self._files:
             file.close()
         if not self._picture:
@@ -116,6 +116,6 @@ class JsonlRun:
 
 
 def _folder(name: str) -> str:
-    """Folder of a name, different for each name. No name is ``.`` or ``..``: the hub encodes them."""
+    """Name of the folder for a picture, different for each name. The hub encodes the names ``.`` and ``..``."""
     coded = re.sub(r"[^\w.-]", lambda found: f"%{ord(found[0]):02X}", name)
     return shortened(coded, LONGEST_NAME)

@@ -167,7 +167,7 @@ def _check_type(what: str, value: object, kind: type) -> None:
 
 
 def _real(what: str, value: Tensor) -> Tensor:
-    """Convert to a wide float dtype, so that all real dtypes can be logged."""
+    """Convert a value of any real dtype to a wide float dtype."""
     _check_type(what, value, Tensor)
     if value.is_complex():
         raise ValueError(f"{what} is complex; log its real and imaginary part")

@@ -65,7 +65,7 @@ class Utilisation:
             self._per_token = flops_per_token / (peak_tflops * 1e12 * devices)
 
     def __call__(self, tokens_per_second: float) -> dict[str, float]:
-        """Current values; memory values are the peaks of this process so far."""
+        """Current values by series; memory values are the peaks of this process so far."""
         mfu = {} if self._per_token is None else {"mfu": tokens_per_second * self._per_token}
         return mfu | (self._memory_values() if self._memory else {})
 

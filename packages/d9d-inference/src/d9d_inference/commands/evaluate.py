@@ -106,7 +106,7 @@ def _words(
     overrides: list[str],
     plugin: list[Path],
 ) -> list[str]:
-    """Command-line arguments of the launched processes."""
+    """Command-line arguments with which ``d9d evaluate`` starts its processes."""
     single = {"--like": like, "--checkpoint": checkpoint, "--limit": limit, "--compare": compare, "--json": as_json}
     words = [word for name, value in single.items() if value is not None for word in (name, str(value))]
     several: dict[str, Sequence[object]] = {"--data": data, "--set": overrides, "--plugin": plugin}

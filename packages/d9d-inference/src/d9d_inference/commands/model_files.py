@@ -101,7 +101,7 @@ def _export(checkpoint: str, target: Path, registry: Registry, note: Callable[[s
 
 
 def _origin(run: Path | None) -> str | None:
-    """Directory of the local model that a run started from; ``None`` without one. Reads the job without plugins."""
+    """Directory of the local pretrained model of a run; ``None`` without one. Reads the job file without plugins."""
     if run is None or not (run / JOB).is_file():
         return None
     model = Document.read(run / JOB, "near").values.get("model")

@@ -1,4 +1,4 @@
-"""Choice of a run's checkpoint: newest, best, or of a step."""
+"""Choice of a run's checkpoint: the newest, the best, or the checkpoint of a given step."""
 
 from __future__ import annotations
 

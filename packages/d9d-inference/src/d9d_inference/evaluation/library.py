@@ -1,4 +1,4 @@
-"""Evaluation from Python, as by ``d9d evaluate``, in this process. Imports no torch."""
+"""Evaluation from Python: the same as ``d9d evaluate``, in this process. Imports no torch."""
 
 from __future__ import annotations
 

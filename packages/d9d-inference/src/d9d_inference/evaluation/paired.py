@@ -81,7 +81,7 @@ def compare(first: Values, other: Values, weights: Values, coefficients: Values,
 
 
 def quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's distribution, by a series (Abramowitz and Stegun 1964, 26.7.5); for at least 4 degrees."""
+    """Quantile of Student's t, by a series (Abramowitz and Stegun 1964, 26.7.5); for at least 4 degrees of freedom."""
     z = NormalDist().inv_cdf(probability)
     terms = [
         (z**3 + z) / 4,

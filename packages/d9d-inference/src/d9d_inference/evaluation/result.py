@@ -58,7 +58,7 @@ class Report:
         return values
 
     def verdict(self, name: str) -> str:
-        """Phrase about the difference of the models on a set."""
+        """Phrase for the table: the better model on a set, or that no difference was found."""
         assert self.other is not None
         found = self.differences[name]
         if found.is_none:

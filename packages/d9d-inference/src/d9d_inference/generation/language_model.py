@@ -67,7 +67,7 @@ class Decoding:
         """Check for contradicting settings.
 
         Raises:
-            JobError: ``top_p`` has no effect.
+            JobError: ``top_p`` is set, but has no effect because ``temperature`` is 0.
         """
         if self.temperature == 0 and self.top_p is not None:
             raise JobError("--top-p: it has no effect at temperature 0, which takes the most probable token")
@@ -270,7 +270,7 @@ class LanguageModel:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """Whether a completion ends with an end-of-text token, and was not cut off."""
+        """Whether a completion ends with an end-of-text token; if not, it was cut off at the length limit."""
         return bool(ids) and ids[-1] in self._ends
 
     @property
@@ -407,7 +407,7 @@ def _loading(directory: Path) -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
-    """One line about a library's error, whose message may be long."""
+    """Type and message of a library's error, as one shortened line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}"
 

@@ -38,8 +38,8 @@ class _Encoded:
 class Samples:
     """Continues fixed prompts before the first step, after each ``every`` steps, and after the last step.
 
-    Losses, weights, random numbers and data order are the same as without this subscriber. Its time counts as part of
-    the step.
+    Losses, weights, random numbers and data order are the same as without this subscriber. The time of the generation
+    counts as part of the step.
 
     Args:
         config: prompts, interval and sampling settings.

@@ -45,7 +45,7 @@ def tokenizer_of(job: BaseJob, stream: DataStream, user: str) -> Any | None:
 
 
 def ends_of_text(job: BaseJob, facts: Mapping[str, Any]) -> frozenset[int]:
-    """Token ids that end a text, as in an export's ``generate``.
+    """Token ids that end a text; the exported model would stop at the same tokens.
 
     Args:
         job: job with the location of pretrained weights.

@@ -32,7 +32,7 @@ class JsonlWriter:
         return ".jsonl"
 
     def write(self, path: Path, rows: Columns) -> None:
-        """Write a part as a new file."""
+        """Write rows as a new file of JSON lines."""
         names = [json.dumps(name, ensure_ascii=False) for name in rows]
         with path.open("x", encoding="utf-8", newline="\n") as file:
             for values in zip(*rows.values(), strict=True):

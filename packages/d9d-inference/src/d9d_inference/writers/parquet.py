@@ -28,7 +28,7 @@ class ParquetWriter:
         return ".parquet"
 
     def write(self, path: Path, rows: Columns) -> None:
-        """Write a part as a new file with one row group."""
+        """Write rows as a new Parquet file with one row group."""
         import pyarrow as pa  # type: ignore[import-untyped]
         from pyarrow import parquet
 

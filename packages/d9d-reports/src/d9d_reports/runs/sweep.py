@@ -146,7 +146,7 @@ class _Active:
     log: Path
 
     def stop(self, at_once: bool) -> None:
-        """Ask the run to save and end, or kill it."""
+        """Ask the run to save and end, or kill the run."""
         with suppress(ProcessLookupError):
             if at_once:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -154,7 +154,7 @@ class _Active:
                 self.process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Kill the remaining processes of the group."""
+        """Kill the processes of the run's process group that are still alive."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

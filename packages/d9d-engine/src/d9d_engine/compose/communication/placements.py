@@ -1,4 +1,4 @@
-"""Placements of parameters: replicated or sharded over which mesh dimensions."""
+"""Placements of parameters: the mesh dimensions over which they are replicated or sharded."""
 
 from __future__ import annotations
 

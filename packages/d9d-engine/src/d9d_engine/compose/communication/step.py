@@ -303,7 +303,7 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def _dims(topology: Topology, ranks: Iterable[int]) -> str:
-    """Base axes along which these ranks differ."""
+    """Names of the base axes along which the given ranks have different coordinates."""
     grid = Grid({axis: topology.sizes[axis] for axis in AXES})
     places = [grid.coordinate(rank) for rank in ranks]
     return " x ".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)

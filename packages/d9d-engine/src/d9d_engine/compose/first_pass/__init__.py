@@ -1,1 +1,1 @@
-"""First pass of a task over each pack, with the trained model or with a frozen one."""
+"""First pass of a task over each pack, with the trained model or with a frozen model."""

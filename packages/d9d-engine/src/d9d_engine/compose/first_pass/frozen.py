@@ -1,4 +1,4 @@
-"""Assembly of a frozen model in addition to the trained one, such as a reference model or a teacher."""
+"""Assembly of a frozen model in addition to the trained model, such as a reference model or a teacher."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _run(
 def _gathered(
     numbers: list[Tensor], rows: list[Mapping[str, Tensor]], count: int, where: str, ranks: GroupRanks
 ) -> dict[str, Tensor]:
-    """Gather name -> tensor [samples, ...]. Collective over the ranks with different samples."""
+    """Gather the kept tensors of all samples: name -> [samples, ...]. Collective over the data-parallel ranks."""
     places = ranks.all_gather(torch.cat(numbers))
     found = torch.zeros(count, dtype=torch.bool, device=places.device)
     found[places] = True

@@ -18,7 +18,7 @@ def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> No
     """Check that ranks can split the sample lengths of training and evaluations, as far as configs give the lengths.
 
     Raises:
-        JobError: the number of parts does not divide every length.
+        JobError: a sample length is not a multiple of the number of parts into which ranks split samples.
     """
     if not isinstance(job, JobConfig):
         return  # inference makes one pass, whose last lengths differ

@@ -54,7 +54,7 @@ def build_statistics(
 
 
 def _instances(parts: Sequence[Part], own: Callable[[], Mapping[str, Metric]]) -> dict[str, Metric]:
-    """New metrics of the section, followed by the task's metrics."""
+    """Instantiate the metrics of a job section and the task's own metrics, by name."""
     made: dict[str, Metric] = {unique_name(chosen, parts): instantiate(chosen, config) for chosen, config in parts}
     return made | {f"task/{name}" if name in made else name: metric for name, metric in own().items()}
 
