@@ -62,7 +62,7 @@ class AccumulatedMetric:
         return {name: one.operation for name, one in self._accumulators.items()}
 
     def accumulate(self, **values: Tensor | float) -> None:
-        """Combine a value with each named accumulator: add it, or keep the larger or smaller one.
+        """Combine a value with each named accumulator: add the value, or keep the larger or smaller of the two.
 
         The state moves to the device of the values. The call does not synchronize with the device.
 

@@ -44,7 +44,7 @@ __all__ = ["AveragesWeights", "DeclaresCollectives", "DividesGradients", "LrSche
 class Optimizer(Protocol):
     """In-place optimizer. Its state is keyed by parameter name, so that a run can resume with another layout.
 
-    An optimizer receives the trained parameters of the full model, so that its rules mean the same on every rank.
+    An optimizer receives the trained parameters of the full model, so that its rules select the same on every rank.
     Parameters of other pipeline ranks, and their state, are on the meta device and never have gradients.
 
     Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` is then sharded like its parameter.

@@ -70,10 +70,10 @@ class SwitchesOff(Protocol):
     def off(self, stage: nn.Module) -> AbstractContextManager[None]:
         """Compute like the original model inside the block.
 
-        The block may contain a forward without gradients, or a forward and its backward. It also works with compiled
-        blocks, which are compiled once more for this case, and with sharded parameters. Blocks may nest. Names, tensors
-        and the set of trained parameters do not change. Implement it by an attribute that the forward reads: compiled
-        code would not notice a change in a hook.
+        The block may contain a forward without gradients, or a forward and its backward. The method also works with
+        compiled modules, which are compiled once more for this case, and with sharded parameters. Blocks may nest.
+        Names, tensors and the set of trained parameters do not change. Implement the method by an attribute that the
+        forward reads: compiled code would not notice a change in a hook.
 
         Args:
             stage: a stage with the method injected, or several stages as one module.

@@ -143,9 +143,9 @@ class Spec:
     Attributes:
         name: name by which a job file selects the component: lower case, digits, underscores, optionally ``.v2``.
         summary: one line for ``d9d plugins show``.
-        requires: capability tokens that must hold.
-        provides: capability tokens that hold in jobs that select this record.
-        conflicts: capability tokens that must not hold.
+        requires: capability tokens that must hold in a job that selects this record.
+        provides: capability tokens that hold in a job because it selects this record.
+        conflicts: capability tokens that must not hold in a job that selects this record.
     """
 
     name: str

@@ -50,8 +50,8 @@ class Collective:
 
     Attributes:
         kind: operation.
-        group: name of the mesh dimensions of its ranks for output, such as ``fsdp``.
-        ranks: all of its ranks, in order; for a send or a receive, this rank and the peer.
+        group: name, for output, of the mesh dimensions that the ranks of the collective span, such as ``fsdp``.
+        ranks: all ranks of the collective, in order; for a send or a receive, this rank and the peer.
         bytes: bytes of one call; ``None`` if they depend on the data.
         count: number of calls in a step.
         purpose: description of the data, such as ``parameters of layers.0``.

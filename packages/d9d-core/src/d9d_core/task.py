@@ -1,6 +1,6 @@
 """Tasks: compute model inputs from a microbatch, and loss sums from the model's outputs.
 
-Start here: :class:`Task`, and :class:`StageInputs`, which a task makes of a microbatch. The training loop divides the
+Start here: :class:`Task`, and :class:`StageInputs`, which a task makes from a microbatch. The training loop divides the
 summed losses by the summed weights of all microbatches and ranks::
 
     from d9d_core.task import StageInputs

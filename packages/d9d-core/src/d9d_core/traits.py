@@ -13,9 +13,9 @@ on which most strategies act::
         def blocks(self):
             return {f"layers.{name}": layer for name, layer in self.layers.items()}
 
-A strategy walks the modules of a stage and looks for the trait it needs. ``ModelSpec.provides`` declares the same
-traits as tokens (``model:blocks``), so that a missing trait is an error before anything is built; the conformance suite
-for models checks that both agree.
+A strategy searches the modules of a stage for the trait that it needs. ``ModelSpec.provides`` declares the same traits
+as tokens (``model:blocks``), so that a missing trait is an error before anything is built; the conformance suite for
+models checks that both agree.
 """
 
 from __future__ import annotations
@@ -105,10 +105,11 @@ class TensorParallelizable(Protocol):
     """``model:tensor_parallel``: the module declares how its children may be split over ``tp``.
 
     Between the modules of a stage, positions are split: each rank holds S / tp of them. A module with children of style
-    ``COLUMN`` receives all positions in its first argument; its ``ROW`` children return the rank's own positions. So do
-    embeddings of style ``VOCAB``, which receive all tokens. Other modules of style ``VOCAB``, and modules of style
-    ``WHOLE``, receive all positions in their first argument, and their output is not changed. Every parameter of the
-    stage must belong to a child with a style. :mod:`d9d_core.model` has further, optional protocols.
+    ``COLUMN`` receives all positions in its first argument; its ``ROW`` children return the rank's own positions.
+    Embeddings of style ``VOCAB`` receive all tokens, and return the rank's own positions. Other modules of style
+    ``VOCAB``, and modules of style ``WHOLE``, receive all positions in their first argument, and their output is not
+    changed. Every parameter of the stage must belong to a child with a style. :mod:`d9d_core.model` has further,
+    optional protocols.
     """
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:

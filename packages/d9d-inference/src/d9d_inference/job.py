@@ -51,8 +51,8 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         Args:
             job: training job.
             values: sections of the inference job, such as ``task``. By default, ``model``, ``data``, ``precision`` and
-                the layout are the training job's, and the run's name is the training run's with the task's name
-                appended.
+                the layout are taken from the training job, and the name of the run is the training run's name with the
+                name of the task appended.
 
         Raises:
             JobError: a value is invalid; one line per problem.

@@ -49,7 +49,7 @@ def check_predictions(job: JobFile, _world_size: int | None, memory: int | None)
 def predicted(job: JobFile, memory: int | None, node: int | None = None) -> list[str]:
     """Lines of ``d9d check`` about a job's predicted memory, and about tensor parallelism between machines.
 
-    If the job cannot be predicted, the line says why.
+    If the job cannot be predicted, the text gives the reason.
 
     Args:
         job: job to predict.

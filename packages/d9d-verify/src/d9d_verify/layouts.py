@@ -140,7 +140,7 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
     """Values of the job, scaled down: tiny sizes, a small batch, a short evaluation, no trackers.
 
     All layouts get the same batch and microbatches, enough for each pipeline. Layers are divided evenly over stages,
-    because the job's own division is for its own sizes.
+    because the job's own division over stages fits only the original number of layers.
 
     Args:
         job: job of the user.

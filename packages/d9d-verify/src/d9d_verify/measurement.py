@@ -1,9 +1,9 @@
 """Measurements of a job's first steps: records of ranks, merged over all ranks.
 
-Names are paths. Numbers: ``start/max_norm`` of clipping, ``0/loss`` (of step 0), ``0/loss/<term>`` if there are several
-terms, ``0/tokens``, ``0/grad_norm``, ``0/lr``, ``end/<series>``. Tensors: ``start/model/<name>``,
-``0/gradients/<parameter>``, and, after step 0, ``0/model/<name>`` and ``0/optimizer/<parameter>/<slot>``. ``model`` has
-parameters and persistent buffers.
+Each value has a name. Names of numbers: ``start/max_norm`` of clipping, ``0/loss`` (of step 0), ``0/loss/<term>`` if
+there are several terms, ``0/tokens``, ``0/grad_norm``, ``0/lr``, ``end/<series>``. Names of tensors:
+``start/model/<name>``, ``0/gradients/<parameter>``, and, after step 0, ``0/model/<name>`` and
+``0/optimizer/<parameter>/<slot>``. ``model`` has parameters and persistent buffers.
 """
 
 from __future__ import annotations

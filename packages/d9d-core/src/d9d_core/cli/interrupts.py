@@ -13,11 +13,11 @@ from d9d_core.cli.garbage import collected_seldom
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Defer Ctrl-C inside the block to its end.
+    """Defer a Ctrl-C that arrives inside the block to the end of the block.
 
     torch and numpy catch all exceptions of their optional imports, also KeyboardInterrupt: the interrupt would be lost,
-    or leave a half-imported module. A signal handler installed by other code, and calls in other threads, are left
-    alone. Garbage is collected rarely inside the block.
+    or leave a half-imported module. If other code has installed a signal handler, or in threads other than the main
+    thread, nothing is deferred. Garbage is collected rarely inside the block.
 
     Raises:
         KeyboardInterrupt: an interrupt arrived inside the block.

@@ -1,7 +1,8 @@
 """Fields whose type depends on a plugin's name: ``Annotated[PluginConfig, Named("optimizer")]``.
 
 A fixed union becomes stale when plugins are installed or removed, and a field annotated with the base class loses the
-subclass's fields on dump. This marker queries the registry, found in the validation context, and dumps by instance.
+subclass's fields on dump. This marker looks up the name in the registry of the validation context, and dumps each
+config by its own class.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
         state.json                   data position, tracker runs, ...
 
 The tensor table lists each tensor's global shape and shards, so any layout of ranks can load a checkpoint of any other.
-A checkpoint is complete or absent: a local directory appears by a rename, and in a remote store the checkpoint exists
-once its manifest does. Checksums reveal files that were damaged later.
+A checkpoint is complete or absent: a local directory gets its name when it is complete, and a remote checkpoint exists
+once its manifest, the last file, exists. Checksums reveal files that were damaged later.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ def joined_stages(stages: Sequence[nn.Module]) -> nn.Module:
 class JoinedStages(nn.Module):
     """Joined stages of a model, for access to modules and tensors by name; has no forward.
 
-    Modules, parameters and buffers have their names of the full model. If several stages have the same name, such as
-    a tied embedding, the name means the first stage's; :meth:`modules` yields all of them.
+    Modules, parameters and buffers have their names of the full model. If several stages have a module or tensor of the
+    same name, such as a tied embedding, the name refers to the first stage; :meth:`modules` yields the modules of all
+    stages.
 
     Args:
         stages: stages in pipeline order.

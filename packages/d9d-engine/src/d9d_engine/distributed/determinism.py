@@ -16,7 +16,7 @@ _SIZES = (":4096:8", ":16:8")
 
 
 def prepare_determinism(device: str) -> None:
-    """Set the variable that makes cuBLAS deterministic, before CUDA is initialised.
+    """Set the environment variable that makes cuBLAS deterministic, before CUDA is initialised.
 
     Args:
         device: device as in the job file.

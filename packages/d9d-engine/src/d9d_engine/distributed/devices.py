@@ -43,7 +43,7 @@ def own_backend(device: torch.device, blocks: int | None = None) -> dict[str, An
 
 
 def load_kernels_eagerly(device: str) -> None:
-    """Make CUDA load all kernels at its start, unless it has started or the user has set the variable.
+    """Make CUDA load all kernels when it starts, unless it has started or the user has set ``CUDA_MODULE_LOADING``.
 
     With lazy loading, the first launch of a kernel may wait until the GPU is idle. A transfer that waits for another
     rank keeps the GPU busy, so two ranks could wait for each other forever (CUDA C++ Programming Guide, "Lazy
@@ -56,7 +56,7 @@ def load_kernels_eagerly(device: str) -> None:
 
 
 def share_hardware_queues(device: str) -> None:
-    """Make all streams share two hardware queues, unless CUDA has started or the user has set the variable.
+    """Let streams share two hardware queues, unless CUDA runs or the user sets ``CUDA_DEVICE_MAX_CONNECTIONS``.
 
     With more queues, kernels start about a microsecond later while other streams wait, which transfer streams nearly
     always do (docs/notes.md). With two queues, transfers may wait for each other and for collectives of strategies.

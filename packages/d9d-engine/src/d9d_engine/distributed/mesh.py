@@ -168,7 +168,8 @@ class Topology:
         """Change one of the job's ``timeouts``, and the timeout of all process groups. Call it on all ranks.
 
         A rank that waits longer in this phase ends the run with a report. Process groups get the longest of all limits
-        plus a margin, as a rank in a short phase may wait for a rank in a long one. No effect for a single process.
+        plus a margin, as a rank in a phase with a short limit may wait for a rank in a phase with a long limit. No
+        effect for a single process.
 
         Raises:
             BuildError: the phase does not exist, or the time is not above 0.

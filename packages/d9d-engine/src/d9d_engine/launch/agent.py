@@ -37,7 +37,7 @@ class Launch:
         processes: number of processes.
         restarts: number of restarts of all processes after a failure.
         name_of: rank -> name of the rank in messages.
-        patience: seconds within which the last process must end after the first one ended without a failure.
+        patience: seconds within which the last process must end after the first process ended without a failure.
     """
 
     arguments: Sequence[str]
@@ -87,9 +87,9 @@ def run_ranks(
         arguments: arguments of the Python interpreter.
         processes: number of processes.
         signals: signals that this process has received; see :func:`signals_received`.
-        patience: seconds within which the last process must end after the first one ended without a failure.
-        environ: environment variables; by default, the ones of this process.
-        output: file for their output; by default, the output of this process.
+        patience: seconds within which the last process must end after the first process ended without a failure.
+        environ: environment variables; by default, the variables of this process.
+        output: file for the output of the processes; by default, the output of this process.
     """
     with rank_environments(processes, environ) as each:
         return Ranks(arguments, each, output).wait(signals, patience)
@@ -124,9 +124,9 @@ def run_module(
         module: name for ``python -m``.
         arguments: arguments of the module.
         processes: number of processes.
-        environ: environment variables; by default, the ones of this process.
-        output: file for their output; by default, the output of this process.
-        patience: seconds within which the last process must end after the first one ended without a failure.
+        environ: environment variables; by default, the variables of this process.
+        output: file for the output of the processes; by default, the output of this process.
+        patience: seconds within which the last process must end after the first process ended without a failure.
 
     Returns:
         Cause of the first failure, or ``None``.

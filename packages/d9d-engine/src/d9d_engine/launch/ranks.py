@@ -94,7 +94,7 @@ class Ranks:
     Args:
         arguments: arguments of the Python interpreter.
         environments: environment variables of each process.
-        output: file for their output; by default, the output of this process.
+        output: file for the output of the processes; by default, the output of this process.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Ranks:
 
         Args:
             signals: signals that this process has received; a signal handler may append to it.
-            patience: seconds within which the last process must end after the first one ended without a failure.
+            patience: seconds within which the last process must end after the first process ended without a failure.
         """
         asked: str | None = None
         heeded, deadline, failing, insisted = 0, float("inf"), False, False

@@ -137,7 +137,8 @@ class Logbook:
                 that the step's stream does not wait for ``measured``.
 
         Raises:
-            NonFiniteError: an earlier step was not finite and the policy is ``error``, or too many consecutive steps.
+            NonFiniteError: an earlier step was not finite and the policy is ``error``, or too many consecutive steps
+                were not finite.
         """
         tensors = {name: getattr(result, name) for name in ("finite", "stop", "tokens", "loss", "grad_norm")}
         tables: dict[str, Table] = {}

@@ -26,7 +26,7 @@ class DevicePrefetcher:
     """Takes packs from a stream in a thread, and copies them to the device without waiting.
 
     The packs do not depend on ``prefetch``. Use the prefetcher as a context manager: leaving the block ends the thread.
-    Deleting the prefetcher also ends it, after the pack that the thread is fetching.
+    Deleting the prefetcher also ends the thread, after the pack that it is fetching.
 
     Args:
         stream: yields packs of CPU tensors; must not be used elsewhere after the first pack was requested.

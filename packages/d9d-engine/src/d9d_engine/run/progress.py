@@ -79,8 +79,8 @@ class ProgressBar:
     """Progress bar of steps, with the state of the run.
 
     On a terminal: a bar with the remaining time; below it the loss with its curve, the learning rate, the last logged
-    speed, utilisation, memory and evaluation, and the newest checkpoint. In a notebook: one line. See :func:`bar_of`. A
-    step costs some microseconds: a thread draws a few times per second.
+    speed, utilisation, memory and evaluation, and the newest checkpoint. In a notebook: one line. See :func:`bar_of`.
+    The bar costs some microseconds per step: a separate thread draws it a few times per second.
 
     Args:
         total: number of steps of the whole run.

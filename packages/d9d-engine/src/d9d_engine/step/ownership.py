@@ -48,7 +48,7 @@ class Ownership:
 
 
 def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tuple[str, Applied]]) -> Ownership:
-    """Determine the owners of reductions; the engine sums over data axes that no strategy claims.
+    """Determine the owners of reductions; the engine sums gradients over data axes that no strategy claims.
 
     Args:
         parameters: names of the trained parameters.

@@ -1,7 +1,7 @@
 """Watchdog: a thread on each rank that detects a stuck run and reports which rank is the cause.
 
-If one rank never enters a collective, all others wait forever, and their stacks do not show why. So when a deadline
-passes, every rank's thread publishes its process's activity, and one of them prints the comparison:
+If one rank never enters a collective, all other ranks wait forever, and their stacks do not show why. So when a
+deadline passes, every rank's thread publishes its process's activity, and one of them prints the comparison:
 
     error: no progress for 600 s in phase 'step' (timeouts.step); the odd one out first
       rank 1 (dp_shard=1) on node-a: step 17: not in a collective, but at my_data/stream.py:31 (read)
@@ -9,7 +9,7 @@ passes, every rank's thread publishes its process's activity, and one of them pr
 
 Then all processes end, because no exception reaches the blocked main threads. The threads communicate through the
 store, which needs no communicator. A run counts as stuck once the deadlines of all ranks have passed: while a rank has
-time left, the others wait for it.
+time left, the other ranks wait for it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class FileJob:
         output: file of JSON lines to write.
         batch: number of prompts that are completed together.
         overwrite: whether to replace an existing output, or unfinished output of another command.
-        settings: name -> value of everything else that the completions depend on.
+        settings: name -> value of all other settings that the completions depend on.
     """
 
     prompts: Sequence[Prompt]

@@ -41,7 +41,7 @@ def settle_first_pass(chosen: FirstPass, assembly: Assembly) -> PassModel:
 def assemble_frozen(
     root: Root[JobConfig, Selection], chosen: FirstPass, by: PassModel
 ) -> tuple[Root[JobConfig, Selection], Assembly]:
-    """Assemble a frozen model on the meta device, in the same layout as the trained one.
+    """Assemble a frozen model on the meta device, in the same layout as the trained model.
 
     Args:
         root: job of the trained model in this process.
