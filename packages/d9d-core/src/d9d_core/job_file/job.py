@@ -248,7 +248,7 @@ class Precision(Section):
     @model_validator(mode="after")
     def _check_autocast(self) -> Precision:
         if self.autocast and self.parameters != "float32":
-            raise ValueError(f"autocast is for float32 parameters; these are {self.parameters} already")
+            raise ValueError(f"autocast is for float32 parameters; parameters is {self.parameters}, so remove autocast")
         return self
 
 

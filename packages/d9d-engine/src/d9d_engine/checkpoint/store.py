@@ -112,7 +112,9 @@ class CheckpointStore:
 
         def look() -> None:
             if not self._storage.is_visible():
-                raise CheckpointError(f"{self.directory} is not there; checkpoints need a directory all machines share")
+                raise CheckpointError(
+                    f"this rank does not see {self.directory}; checkpoints need a directory all machines share"
+                )
 
         on_main(create, self.group)
         on_all(look, self.group)

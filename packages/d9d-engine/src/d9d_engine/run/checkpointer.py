@@ -315,7 +315,8 @@ class Checkpointer:
     def _continue(self, checkpoint: Checkpoint) -> tuple[Progress, Mapping[str, State]]:
         if missing := [name for name in ("job", "plugins") if checkpoint.manifest.get(name) is None]:
             raise CheckpointError(
-                f"{checkpoint.location} does not say which {' and '.join(missing)} it belongs to: no job saved it"
+                f"{checkpoint.location} does not say which {' and '.join(missing)} it belongs to: "
+                "its manifest has no such entry"
             )
         self._compare(checkpoint)
         values = checked_values(checkpoint.values(), checkpoint.location)

@@ -202,7 +202,7 @@ class LanguageModel:
         key = "tool_use" if tools and "tool_use" in self._templates.marked else "default"
         if key not in self._templates.marked:
             names = ", ".join(self._templates.marked)
-            raise DataError(f"{self._name()} has no chat template named 'default' (it has {names}); rename one")
+            raise DataError(f"{self._name()} has no chat template named 'default' (it has {names}); rename one of them")
         variables = {
             **self.tokenizer.special_tokens_map,
             "messages": messages,

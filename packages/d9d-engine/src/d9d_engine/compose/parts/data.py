@@ -40,8 +40,8 @@ def check_documents(job: BaseJob, stages: Sequence[nn.Module]) -> None:
     mixers = [name for stage in stages if isinstance(stage, SeesOneDocument) for name in stage.token_mixers()]
     if mixers and documents_of(job):
         raise JobError(
-            f"data: samples hold several documents, whose tokens {mixers[0]} of the model would mix; use data with one "
-            "document in each sample, such as chat with packing: none"
+            f"data: samples hold several documents, and module {mixers[0]} of the model would mix their tokens; use "
+            "data with one document in each sample, such as chat with packing: none"
         )
 
 
