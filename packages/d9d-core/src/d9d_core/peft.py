@@ -29,7 +29,7 @@ class PeftMethod(Protocol):
     """Parameter-efficient fine-tuning method."""
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Change the stage in place and return the names of the trainable parameters; all others are frozen.
+        """Change the stage in place and return the names of the trainable parameters; all other parameters are frozen.
 
         Raises:
             BuildError: the method's patterns match no module or parameter.

@@ -263,10 +263,10 @@ class Tracker(Protocol):
 class RunLog(Protocol):
     """Log of a run, passed to all its trackers that support the kind of value.
 
-    Values belong to the current step: the one whose forward and backward run now, or the last one between two steps.
-    Tensors may be on the device. They are copied asynchronously when they are logged, so they may be changed at once,
-    and reach the trackers some steps later. Only the first rank has trackers; other ranks drop values, so reduce values
-    over ranks before logging them.
+    Values belong to the current step: the step whose forward and backward run now or, between two steps, the last step.
+    Tensors may be on the device. A logged tensor is copied asynchronously, so the caller may change it at once; the
+    copy reaches the trackers some steps later. Only the first rank has trackers; other ranks drop values, so reduce
+    values over ranks before logging them.
 
     Log each name at most once per step for one kind of value and one set of tags; if a name is logged again, a tracker
     may keep either value. Trackers without tags join tags such as ``{"stage": "train"}`` to the name: ``train/loss``.

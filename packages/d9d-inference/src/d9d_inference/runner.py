@@ -234,7 +234,7 @@ class Inference:
         return self.job.batch.size // self.topology.data_parallel_size
 
     def _asked_to_stop(self) -> bool:
-        """Whether any rank was asked to stop. Collective over all ranks, between packs and on their CPUs."""
+        """Whether any rank was asked to stop. Collective over all ranks, with CPU tensors; called between packs."""
         asked = self.interrupts.requested is not None
         if self.topology.world is None:
             return asked

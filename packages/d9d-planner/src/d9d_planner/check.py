@@ -122,7 +122,7 @@ def ways_out(prediction: Prediction) -> list[Prediction]:
 
 
 def _alternative_text(job: Prediction, way: Prediction) -> str:
-    """Text of an alternative: predicted time and memory, and the edit of the job file."""
+    """Text about an alternative layout: predicted time and memory, and the edit of the job file."""
     devices = way.layout.mesh.world_size
     slower = way.time.total / job.time.total - 1
     here = f"{slower:+.0%} time a step" if devices == job.layout.mesh.world_size else f"{devices} devices"

@@ -50,7 +50,7 @@ class LossScale:
             )
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
-        """Compute term -> 1 / (its weight in all ranks' packs), 0-d float32 on the device; zero without weight.
+        """Compute the factor of each term: 1 / (its weight in all ranks' packs), 0-d float32; zero if the weight is zero.
 
         Collective over the group.
         """

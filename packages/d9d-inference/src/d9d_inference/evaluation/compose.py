@@ -59,7 +59,7 @@ class Options:
 def evaluate(
     subject: Subject, topology: Topology, note: Note, limit: int | None = None, other: Subject | None = None
 ) -> Report:
-    """Evaluate a model, and optionally compare it with another one. Collective over all ranks.
+    """Evaluate a model, and optionally compare it with another model. Collective over all ranks.
 
     Args:
         subject: model and data.
