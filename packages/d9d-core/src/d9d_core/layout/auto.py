@@ -62,7 +62,7 @@ def settle(document: Document, registry: Registry, world_size: int | None) -> So
 
 
 def _left(mesh: Mapping[str, Any], axis: str, world_size: int) -> int:
-    """Size of the ``auto`` axis: processes divided by the other axes, rounded down; a later check reports a remainder."""
+    """Size of the ``auto`` axis: processes divided by the other axes, rounded down; later checks report a remainder."""
     sizes = [mesh.get(other, 1) for other in AXES if other != axis]
     # Invalid sizes are reported by validation.
     others = math.prod(size for size in sizes if type(size) is int and size > 0)

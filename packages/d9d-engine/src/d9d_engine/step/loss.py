@@ -50,7 +50,7 @@ class LossScale:
             )
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
-        """Compute the factor of each term: 1 / (its weight in all ranks' packs), 0-d float32; zero if the weight is zero.
+        """Compute each term's factor: 1 / (its weight in all ranks' packs), 0-d float32; zero if the weight is zero.
 
         Collective over the group.
         """
