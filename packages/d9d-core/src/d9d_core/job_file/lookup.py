@@ -40,7 +40,7 @@ def config_schema(entry: Entry) -> dict[str, Any]:
     """JSON schema of a record's config.
 
     Raises:
-    PluginError: the config class cannot be loaded, or has no JSON schema.
+        PluginError: the config class cannot be loaded, or has no JSON schema.
     """
     config = load_config(entry)
     try:

@@ -117,10 +117,11 @@ def _first(running: list[int]) -> str:
 def table(times: Mapping[str, float], total: float, steps: int, title: str) -> str:
     """Plain-text table of the time by kind, in milliseconds per step and in percent.
 
-    times: kind -> microseconds.
-    total: microseconds in total.
-    steps: number of recorded steps.
-    title: title of the table.
+    Args:
+        times: kind -> microseconds.
+        total: microseconds in total.
+        steps: number of recorded steps.
+        title: title of the table.
     """
     rows = [
         f"  {label:<22} {times[kind] / 1000 / steps:10.2f} ms {times[kind] / total if total else 0:7.1%}"
