@@ -96,7 +96,7 @@ class StepRecorder:
         self._mode = CollectiveRecorder()
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Subscriptions to the begin and the end of each step."""
+        """Subscriptions to the events at the beginning and the end of each step."""
         return [(StepStarts, self._begin), (StepEnds, self._end)]
 
     def _begin(self, _event: StepStarts) -> None:

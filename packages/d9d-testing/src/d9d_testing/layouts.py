@@ -57,9 +57,9 @@ class Harness:
         Args:
             layouts: layouts to measure, each with one or more ranks.
             fault: ``file.py:function``, called with each job on every rank before it is built.
-            guides: measurement for each layout whose gradients replace its own in the optimizer, so that every step
-                starts from the same weights.
-            elsewhere: round differently, as another correct run might.
+            guides: for each layout, a measurement whose gradients the layout's optimizer gets instead of its own gradients, so
+                that every step starts from the same weights.
+            elsewhere: whether to vary the rounding of results, as a correct run on another machine might.
         """
         found: dict[int, Measurement] = {}
         with tempfile.TemporaryDirectory(prefix="d9d-layouts-") as directory:
@@ -164,7 +164,7 @@ def measure_all(
     guides: Sequence[Mapping[str, Any] | None],
     elsewhere: bool,
 ) -> list[dict[str, Any]]:
-    """Measure several jobs, one after the other. Collective over a world."""
+    """Measure several jobs, one after the other, and return their records. Every rank of a world must call it."""
     found = []
     for values, guide in zip(jobs, guides, strict=True):
         job = job_of(values, plugins)

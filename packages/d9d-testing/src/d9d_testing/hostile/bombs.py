@@ -16,12 +16,12 @@ LONG = "a" * 20_000_000
 
 
 def parquet(table: Any, **options: Any) -> Callable[[Path], None]:
-    """Function that writes a Parquet file."""
+    """Return a function that writes ``table`` to a Parquet file."""
     return lambda path: pq.write_table(pa.table(table()), path, compression="zstd", **options)
 
 
 def arrow(table: Any, compression: str = "zstd", stream: bool = False) -> Callable[[Path], None]:
-    """Function that writes an Arrow file or stream."""
+    """Return a function that writes ``table`` to an Arrow file or stream."""
 
     def write(path: Path) -> None:
         made = pa.table(table())
@@ -38,12 +38,12 @@ def repeated(rows: int, text: str) -> Any:
 
 
 def many(values: Any, count: int) -> Any:
-    """Column of lists of equal length."""
+    """Arrow column of lists with ``count`` values each."""
     return pa.FixedSizeListArray.from_arrays(values, count)
 
 
 def compressed(module: Any, *parts: bytes) -> Callable[[Path], None]:
-    """Function that writes a compressed file."""
+    """Return a function that writes a file compressed by a module such as ``gzip``."""
 
     def write(path: Path) -> None:
         with module.open(path, "wb") as out:

@@ -96,7 +96,7 @@ def damage_checkpoint(draw: Draw, checkpoints: Path, outside: Path) -> str:
 
 
 def sign(folder: Path) -> None:
-    """Set the manifest's own checksum to the valid one."""
+    """Write the valid checksum into a checkpoint's manifest, so that the checksum does not reveal earlier damage."""
     manifest = json.loads((folder / "manifest.json").read_text())
     if isinstance(manifest, dict):
         manifest.pop("sha256", None)

@@ -19,7 +19,7 @@ HOSTILE: Sequence[Any] = (
 
 
 def hostile_values() -> st.SearchStrategy[Any]:
-    """Values that few fields expect."""
+    """Strategy for values that few fields expect, such as very large numbers, odd texts and deeply nested lists."""
     nested = st.integers(20, 250).map(_nested)
     # Copies, because edits change nested values.
     return st.one_of(

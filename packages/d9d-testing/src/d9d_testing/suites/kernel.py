@@ -39,8 +39,8 @@ class KernelSuite:
         target: ``op.name`` of the record.
         plugin: declaration module, or path of a single-file plugin; by default, any installed plugin.
         device: device of the tensors; for ``cuda``, mark the class ``@pytest.mark.gpu`` or skip it without a GPU.
-        asked: device in the signatures passed to ``supports``; by default ``device``. Set another one for backends
-            whose library is replaced by a stand-in on the CPU.
+        asked: device in the signatures passed to ``supports``; by default ``device``. Set ``cuda`` for a backend whose GPU
+            library is replaced by a stand-in on the CPU.
         dtypes: dtypes of the inputs; dtypes that ``supports`` refuses are skipped, but it must accept at least one.
         gradients: whether the backend has a backward.
         tolerances: tolerances of values and gradients, by dtype; replace them for backends that round more on purpose.
@@ -86,7 +86,7 @@ class KernelSuite:
     def test_values_are_those_of_the_reference(self) -> None:
         """Values match a float64 reference, over dtypes and odd shapes.
 
-        Shape and dtype match the reference in that dtype.
+        The shape and the dtype of an output must equal the reference's for inputs of the same dtype.
         """
         for where, signature, call in self.accepted():
             with torch.no_grad():
@@ -121,7 +121,7 @@ class KernelSuite:
                     assert_close_gradients({what: found[name]}, {what: gradient}, within)
 
     def test_a_frozen_input_has_no_gradient_and_disturbs_no_other(self) -> None:
-        """Fine-tuning trains few parameters: other inputs get no gradient, and the trained one's does not change."""
+        """If only one input requires a gradient, other inputs get none, and its gradient is the same as if all required one."""
         self.need_gradients()
         for where, signature, call in self.accepted(first=True):
             everything = self.run(signature, call, backward=True)
@@ -142,7 +142,7 @@ class KernelSuite:
             assert not changed, f"{where}: writes into its inputs {changed}"
 
     def test_an_output_stays_as_it_is(self) -> None:
-        """A later call does not change an earlier output, which the model still needs."""
+        """A later call of the backend must not change the output of an earlier call, which the model still needs."""
         for where, signature, call in self.accepted(first=True):
             first = self.run(signature, call)["out"]
             before = bits({"the output": first})
@@ -215,7 +215,7 @@ class KernelSuite:
     # --- helpers for subclasses
 
     def spec(self) -> KernelSpec:
-        """The record."""
+        """Record of the kernel under test."""
         spec = registry_of(self.plugin).find("kernel", self.target).spec
         assert isinstance(spec, KernelSpec)
         return spec
@@ -225,7 +225,7 @@ class KernelSuite:
         return self.spec().supports.load()(signature)
 
     def calls(self) -> Iterator[tuple[str, OpSignature, Call]]:
-        """Yield name, signature and call, over all dtypes."""
+        """Yield name, signature and call of each example call of the op, in each dtype of the suite."""
         name = self.target.partition(".")[0]
         for dtype in self.dtypes:
             for call in self.op().calls():
@@ -254,17 +254,17 @@ class KernelSuite:
             pytest.skip(f"{type(self).__name__}.gradients is False")
 
     def run(self, signature: OpSignature, call: Call, **options: Any) -> _Results:
-        """Output and gradients of the backend."""
+        """Output of the backend for a call, and with ``backward`` the gradients of its inputs."""
         slot = self.op().slot(call.static)
         slot.bind(self.target.partition(".")[2], self.function(signature))
         return self.compute(slot, call, **options)
 
     def reference(self, call: Call, **options: Any) -> _Results:
-        """Output and gradients of the reference, in the dtype of the call."""
+        """Output of the op's reference in the dtype of the call, and with ``backward`` the gradients of its inputs."""
         return self.compute(self.op().slot(call.static), call, **options)
 
     def exact(self, call: Call, **options: Any) -> _Results:
-        """Output and gradients of the reference in float64."""
+        """Output of the op's reference in float64, and with ``backward`` the gradients of its inputs."""
         wide = {name: _cast(tensor, torch.float64) for name, tensor in call.inputs.items()}
         return self.reference(replace(call, inputs=wide), **options)
 
@@ -278,7 +278,7 @@ class KernelSuite:
         trained: Sequence[str] | None = None,
         clone: bool = True,
     ) -> _Results:
-        """Output as ``out``, and the gradient of each trained input by its name."""
+        """Call an op slot; return the output as ``out``, and with ``backward`` the gradient of each trained input by name."""
         inputs = {name: tensor.detach().clone() if clone else tensor for name, tensor in call.inputs.items()}
         trained = self.differentiable(call) if trained is None else trained
         leaves = {name: inputs[name].detach().requires_grad_() for name in trained if backward}

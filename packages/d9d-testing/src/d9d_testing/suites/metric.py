@@ -88,7 +88,7 @@ class MetricSuite(ComponentSuite):
             _assert_same(merged, expected, f"merged with a {name} one", "start from the operation's neutral value")
 
     def test_largest_and_smallest_values_start_from_neutral_ones(self) -> None:
-        """States reduced by ``max`` and ``min`` are the same as if they had started from the extreme of their dtype."""
+        """States reduced by ``max`` and ``min`` must start from a neutral value, such as the extreme of their dtype."""
         parts = [slice(0, self.samples)]
         plain, extreme = self.updated(parts).state(), self.made()
         neutral = {
@@ -148,7 +148,7 @@ class MetricSuite(ComponentSuite):
         )
 
     def test_a_refused_step_counts_nowhere(self) -> None:
-        """The loop can undo the update of a non-finite step by ``load_state``."""
+        """``load_state`` with the state before a step undoes the update of that step, as the loop does for non-finite steps."""
         metric = self.updated([slice(0, 5)])
         before = {name: tensor.clone() for name, tensor in metric.state().items()}
         statistics = Statistics({"mine": metric}, gated=True)
@@ -254,7 +254,7 @@ class MetricSuite(ComponentSuite):
         return metric
 
     def updated(self, parts: Iterable[slice], metric: Any = None) -> Any:
-        """A metric after one update for each part."""
+        """A metric (by default a new one) after one update for each part of the samples."""
         metric = self.made() if metric is None else metric
         for part in parts:
             metric.update(self.observations(part))
@@ -267,7 +267,7 @@ class MetricSuite(ComponentSuite):
         return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
     def merged(self, metrics: Sequence[Any]) -> dict[str, Tensor]:
-        """Values of the state after a merge over ranks."""
+        """Values that a new metric computes from the merged states of several metrics, one for each simulated rank."""
         states = [metric.state() for metric in metrics]
         reductions = metrics[0].reductions
         merged = self.made()
@@ -278,7 +278,7 @@ class MetricSuite(ComponentSuite):
 
 
 def _extreme(dtype: torch.dtype, reduction: str) -> float:
-    """Neutral value of a maximum or minimum."""
+    """Neutral value of the reduction ``max`` or ``min``: the smallest or largest value of a dtype."""
     if dtype == torch.bool:
         return float(reduction == "min")
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)

@@ -84,8 +84,8 @@ class ModelSuite:
         reference: ``module:class`` whose ``from_pretrained(directory, dtype=...)`` loads a language model from exported
             files, such as ``transformers:AutoModelForCausalLM``. Or override ``reference_logits`` with a
             plain function of the model's parameters.
-        further_from_exact: largest ratio between the distance of the model's bfloat16 result from the float32 result
-            and the distance of the reference's.
+        further_from_exact: largest allowed ratio of two distances from the float32 result: the distance of the model's bfloat16
+            result, divided by the distance of the reference's bfloat16 result.
     """
 
     pytestmark = pytest.mark.smoke
@@ -166,7 +166,7 @@ class ModelSuite:
         assert not all(torch.equal(first[name], other[name]) for name in first)
 
     def test_parameters_start_with_the_stated_deviation(self, model: nn.Module) -> None:
-        """Parameters that match a pattern have the stated standard deviation together."""
+        """All parameters that match a pattern of ``initial_std`` together have its standard deviation."""
         if not self.initial_std:
             pytest.skip(f"{type(self).__name__}.initial_std is empty")
         for pattern, expected in self.initial_std.items():
@@ -179,7 +179,7 @@ class ModelSuite:
             )
 
     def test_the_residual_stream_starts_the_same_in_deeper_models(self, spec: ModelSpec, config: Any) -> None:
-        """Outputs of a block's modules to the stream shrink with the square root of the depth."""
+        """At initialisation, outputs of a block's modules to the residual stream shrink with the square root of the depth."""
         require(spec, "model:causal_lm", "model:blocks")
         if not self.depth_scaled:
             pytest.skip(f"{type(self).__name__}.depth_scaled is False")
@@ -260,7 +260,7 @@ class ModelSuite:
     def test_matrices_are_exported_as_linear_layers_hold_them(self, spec: ModelSpec, config: Any) -> None:
         """Exported matrices are [out, in].
 
-        Square ones, whose shape cannot tell, are checked by their use in the forward.
+        For square matrices, whose shape does not show the layout, the test compares with their use in the forward.
         """
         if spec.hugging_face is None:
             pytest.skip("the model has no Hugging Face format")
@@ -287,7 +287,7 @@ class ModelSuite:
     ) -> None:
         """The reference computes the same logits and gradients.
 
-        In bfloat16, the model's result is about as close to the result in float32 as the reference's.
+        In bfloat16, the model's result must be about as close to the float32 result as the bfloat16 result of the reference is.
         """
         if not self.has_reference(spec):
             pytest.skip("there is no reference implementation")
@@ -360,7 +360,7 @@ class ModelSuite:
     def test_a_call_does_not_depend_on_earlier_ones(
         self, spec: ModelSpec, config: Any, language_model: nn.Module
     ) -> None:
-        """A microbatch gives the same result after another one of the same shape as alone."""
+        """A microbatch gives the same result whether or not another microbatch of the same shape was computed before."""
         first = microbatch(config)
         second = {name: tensor.flip(0) for name, tensor in first.items()}
         expected = initialised(spec, config)(**second)["token_loss"]

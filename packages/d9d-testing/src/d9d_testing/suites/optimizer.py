@@ -217,7 +217,7 @@ class OptimizerSuite(ComponentSuite):
     def test_gradients_divided_in_the_step_count_as_if_divided_before(self) -> None:
         """Division inside the step equals division before it, for optimizers that clip inside the step.
 
-        It lasts one step.
+        ``divide_gradients`` affects the next step only.
         """
         for dtype in self.dtypes:
             plain, one = self.made(dtype)
@@ -321,7 +321,7 @@ class OptimizerSuite(ComponentSuite):
         return parameters, optimizer
 
     def gate(self, *, open_: bool = True) -> Tensor:
-        """Gate on the device."""
+        """Gate of a step (0-d bool tensor) on the device under test."""
         return torch.tensor(open_, device=self.device)
 
     def first_update(self, factor: float) -> dict[str, Tensor]:
@@ -339,7 +339,7 @@ class _EarlyEndError(Exception):
 
 
 def _words(value: Any) -> set[str]:
-    """All strings in nested plain data."""
+    """All strings in nested lists and mappings, keys included."""
     if isinstance(value, str):
         return {value}
     walk: Callable[[Any], list[Any]] = lambda v: [*v, *v.values()] if isinstance(v, dict) else list(v)  # noqa: E731

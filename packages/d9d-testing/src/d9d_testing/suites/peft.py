@@ -75,7 +75,7 @@ class PeftSuite(ComponentSuite):
         assert not here, f"inject() allocates {here}; create tensors on the device of the layer they belong to"
 
     def test_it_names_what_trains(self) -> None:
-        """``inject`` returns existing parameters, the same on every rank, with all new ones among them."""
+        """``inject`` returns the trainable parameters: the same on every rank, with all new parameters among them."""
         stages = [self.on_meta(), self.on_meta()]
         known = dict(stages[0].named_parameters()).keys()
         named = [self.build().inject(stage) for stage in stages]
@@ -211,7 +211,7 @@ class PeftSuite(ComponentSuite):
     # --- helpers for subclasses
 
     def plugins(self, *more: str) -> Sequence[str]:
-        """Plugins of the toy, the model and the method."""
+        """Declaration modules of the toy plugin, the model and the fine-tuning method."""
         return list(dict.fromkeys(p for p in (_TOY, self.model_plugin, self.plugin, *more) if p is not None))
 
     def job_values(self, **sections: Any) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class PeftSuite(ComponentSuite):
         return stage
 
     def adapted(self, method: Any = None) -> tuple[nn.Module, frozenset[str]]:
-        """Initialised model on the CPU, with or without the method, and the trainable parameters."""
+        """Initialised model on the CPU, adapted by the method or not, and the names of its trainable parameters."""
         stage = self.on_meta()
         named = method.inject(stage) if method is not None else frozenset()
         stage.to_empty(device="cpu")

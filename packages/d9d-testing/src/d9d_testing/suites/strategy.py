@@ -135,7 +135,7 @@ class StrategySuite:
             assert self.target in names, f"{mesh}: applied were {names}"
 
     def test_the_collectives_of_a_traced_step_are_those_it_declares(self) -> None:
-        """On the last mesh, with two microbatches: kind, ranks, bytes and number of the whole job's calls match."""
+        """On the last mesh, the collectives of a step match the declared ones in kind, ranks, bytes and number of calls."""
         mesh = self.meshes[-1]
         ranks = Mesh(**mesh).world_size
         batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": 2}
@@ -160,15 +160,15 @@ class StrategySuite:
     # --- helpers for subclasses
 
     def plugins(self) -> list[str]:
-        """Plugins of the toy, the strategy and the model."""
+        """Declaration modules of the toy plugin, the strategy and the model."""
         return [_TOY, self.plugin, *([self.model_plugin] if self.model_plugin else [])]
 
     def parallel(self, settings: Mapping[str, Any]) -> list[Any]:
-        """Strategies of a job."""
+        """Section ``parallel`` of a job: the strategies of ``beside``, and the strategy under test."""
         return [*self.beside, {"name": self.target, **settings}]
 
     def spec(self) -> StrategySpec:
-        """The record."""
+        """Record of the strategy under test."""
         registry = job_of(self.job_values(), self.plugins()).registry
         spec = registry.find("strategy", self.target).spec
         assert isinstance(spec, StrategySpec)

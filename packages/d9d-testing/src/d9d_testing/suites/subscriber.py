@@ -70,7 +70,7 @@ class SubscriberSuite(ComponentSuite):
     # --- for subclasses to override
 
     def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
-        """Config fields."""
+        """Config fields of the subscriber, which may write files into ``directory``."""
         return {}
 
     def broken_fields(self, directory: Path) -> Mapping[str, Any] | None:  # noqa: ARG002 - for subclasses
@@ -273,7 +273,7 @@ class SubscriberSuite(ComponentSuite):
 
 
 class _Curve:
-    """Losses of a run, as logged."""
+    """Subscriber that stores the logged losses of a run."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -288,7 +288,7 @@ class _Curve:
 
 
 class _Tracer:
-    """Weak references to the tensors of each step."""
+    """Subscriber that stores weak references to the tensors of each step."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[int, str, weakref.ref[Tensor]]] = []

@@ -137,7 +137,7 @@ class TaskSuite(ComponentSuite):
     def test_weights_count_what_losses_sum(self) -> None:
         """The mean loss of copies of one group, some of which do not count, equals the loss of one copy.
 
-        A group with a weight has a loss, and a group without weight has none.
+        A group of samples with a weight has a loss, and a group without weight has no loss.
         """
         task = self.build()
         groups = [slice(first, first + self.group) for first in range(0, self.samples, self.group)]
@@ -336,7 +336,7 @@ class TaskSuite(ComponentSuite):
             assert not weight or any(losses), f"{where} has a weight of {weight:g}, but no loss; {hint}"
 
     def _run(self, batch: Microbatch, whole: Microbatch) -> None:
-        """Call each method of a new task on a microbatch, with outputs for the complete one."""
+        """Call each method of a new task on a microbatch, with the outputs of a model for the complete microbatch."""
         task = self.build()
         task.count(batch)
         if isinstance(task, TwoPassTask):
@@ -350,16 +350,16 @@ class TaskSuite(ComponentSuite):
     # --- helpers for subclasses
 
     def whole(self) -> dict[str, Tensor]:
-        """All samples."""
+        """Microbatch with all samples."""
         return dict(self.microbatch(slice(0, self.samples)))
 
     def losses(self, task: Any, batch: Microbatch) -> _Sums:
-        """Loss sums by term."""
+        """Loss sums of a task by term."""
         sums = task.losses(self.outputs(batch, torch.ones((), requires_grad=True)), batch)
         return {term: sums[term].detach() for term in task.coefficients}
 
     def sums(self, task: Any, batch: Microbatch) -> _Sums:
-        """Losses and weights, by their names in messages."""
+        """Loss sums and weights of a task, by their names in messages."""
         weights, losses = task.weights(batch), self.losses(task, batch)
         return {f"the loss {t}": losses[t] for t in losses} | {f"the weight of {t}": weights[t].float() for t in losses}
 

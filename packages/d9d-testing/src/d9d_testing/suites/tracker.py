@@ -81,7 +81,7 @@ class TrackerSuite(ComponentSuite):
     Each run has ``directory`` as its run directory.
 
     Attributes:
-        patience: most seconds per call, also if the backend does not answer.
+        patience: largest number of seconds that a call may take, also if the backend does not answer.
         dies_in_process: whether the suite may kill a run in another process, and read its logged values in this one;
             ``False`` for trackers whose backend is replaced by a stand-in in this process.
         rewinds: whether the backend can remove entries after a checkpoint's step; if not, they stay, and no step of a
@@ -114,8 +114,8 @@ class TrackerSuite(ComponentSuite):
     def logged(self, directory: Path) -> Logged | None:  # noqa: ARG002 - for subclasses
         """Values that the backend stores for the run, by step; ``None`` if they cannot be read back.
 
-        :func:`by_step` groups single points, and finds duplicates. If there are several runs in one place, return the
-        last.
+        :func:`by_step` groups single points, and finds duplicates. If the backend has several runs for the directory, return
+        the last run.
         """
         return None
 
@@ -137,7 +137,7 @@ class TrackerSuite(ComponentSuite):
     def crash(self, run: Any) -> None:
         """Simulate the death of a run's process; by default nothing.
 
-        For backends that refuse to continue a run that is still open in this process.
+        Override it for backends that refuse to continue a run that is still open in this process.
         """
 
     # --- tests
@@ -243,7 +243,7 @@ class TrackerSuite(ComponentSuite):
         )
 
     def test_a_new_run_begins_empty(self, tmp_path: Path) -> None:
-        """A new run has no entries of an earlier run in the same place."""
+        """A new run has no entries of an earlier run in the same directory."""
         for loss in (1.0, 2.0):
             run = self.opened(tmp_path)
             run.write(int(loss), {"loss": loss})
@@ -274,7 +274,7 @@ class TrackerSuite(ComponentSuite):
         run.close("finished")
 
     def test_a_backend_that_fails_ends_no_process_and_holds_up_no_call(self, tmp_path: Path) -> None:
-        """Failures raise an Exception within ``patience``.
+        """Calls to a failing backend raise an ``Exception`` within ``patience`` seconds.
 
         The loop waits for pending calls at checkpoints and at its end.
         """
@@ -472,7 +472,7 @@ class TrackerSuite(ComponentSuite):
     # --- helpers for subclasses
 
     def hub(self, fields: Mapping[str, Any]) -> tuple[TrackerHub, list[str]]:
-        """The engine's hub with this tracker, and the lines that it prints."""
+        """The engine's tracker hub with this tracker, and the list of lines that the hub prints."""
         notes: list[str] = []
         return TrackerHub({self.target: self.build(**fields)}, notes.append), notes
 
@@ -493,7 +493,7 @@ class TrackerSuite(ComponentSuite):
 
 
 def _bury(run: Any) -> None:
-    """Close a run whose process is simulated as dead, to release its files; only after everything was read."""
+    """Close a run whose process death was simulated, to release its files; call it only after all values were read."""
     with suppress(Exception):
         run.close("failed")
 

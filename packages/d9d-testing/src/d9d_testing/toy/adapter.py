@@ -18,7 +18,7 @@ from d9d_testing.toy.config import ToyAdapterConfig
 
 
 class LowRank(nn.Module):
-    """``up down x``; initially zero, so that training starts from the original model."""
+    """Low-rank matrix product ``up down x``; initially zero, so that training starts from the original model."""
 
     def __init__(self, weight_OI: Tensor, rank: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _linears(stage: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _copy(linear: nn.Linear, kind: type[nn.Linear]) -> nn.Linear:
-    """Linear layer of another class that shares the parameters of a layer."""
+    """Copy of a linear layer as another class, which shares the layer's parameters."""
     made = kind(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
     made.weight = linear.weight
     made.bias = linear.bias

@@ -196,7 +196,7 @@ def _limited(indices: list[Tensor], experts: int, limit: int | None) -> Case:
 
 
 def _expected(case: Case, ranks: int, hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Reference: every expert computes every token in float64; the weight of dropped rows is cut off."""
+    """Reference outputs and gradients: every expert computes every token in float64; dropped rows (index E) get no weight."""
     inputs = [{name: x.double() for name, x in inputs_of(case, rank, hidden, dtype).items()} for rank in range(ranks)]
     bank = inputs[0]["bank"].requires_grad_("bank" in case.learns)
     found: dict[str, Tensor] = {}
@@ -218,7 +218,7 @@ def _expected(case: Case, ranks: int, hidden: int, dtype: torch.dtype) -> dict[s
 
 
 def _whole(results: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of all ranks, with the parts of the bank concatenated."""
+    """Results of all ranks in one mapping, with the ranks' shards of the bank (the experts' weights) concatenated."""
     found = {f"{name} {rank}": x for rank, result in enumerate(results) for name, x in result.items() if name != "bank"}
     if "bank" in expected:
         found["bank"] = torch.cat([result["bank"] for result in results])

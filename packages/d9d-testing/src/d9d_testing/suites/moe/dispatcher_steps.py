@@ -26,8 +26,8 @@ class Case:
     Attributes:
         indices: rank -> experts of its tokens, int64 [T, k].
         experts: E.
-        limit: most rows per expert and rank; later ones are dropped.
-        learns: tensors that require gradients.
+        limit: largest number of rows for an expert from one rank; further rows are dropped.
+        learns: names of the tensors that require gradients, out of ``tokens``, ``weights`` and ``bank``.
         checkpointed: whether the backward recomputes the forward.
         interleaved: whether another microbatch is dispatched before the outputs of this one are combined.
         name: name for messages.

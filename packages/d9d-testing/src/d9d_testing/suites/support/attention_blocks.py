@@ -18,7 +18,7 @@ _RANKS = 2
 
 
 def block_slot(static: Mapping[str, Any]) -> OpSlot:
-    """Op slot of a ring, bound to the reference."""
+    """Op slot of ``attention_block`` in a ring, bound to the op's reference."""
     return OpSlot("attention_block", Ref("d9d_parallel.context_parallel.blocks:ReferenceBlocks").load()(), **static)
 
 
@@ -41,7 +41,7 @@ def attend_in_turns(slot: OpSlot, query: Tensor, key: Tensor, value: Tensor, doc
 
 
 def _parts(blocks: Any, query: Tensor, documents: Tensor | None, window: int | None) -> Iterator[tuple[Any, ...]]:
-    """Yield positions of queries, positions of keys, and the mask, for each block of each turn."""
+    """Yield the positions of queries, the positions of keys, and the mask of each block in each turn of the ring."""
     length, device = query.shape[1], query.device
     size = length // (2 * _RANKS)
     chunks = [range(number * size, (number + 1) * size) for number in range(2 * _RANKS)]

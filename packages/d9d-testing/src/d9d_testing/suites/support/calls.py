@@ -36,7 +36,7 @@ class Call:
 
 
 def draw(*shape: int, seed: int) -> Tensor:
-    """Normal random numbers, equal in each call."""
+    """Tensor of normal random numbers that are equal in each call of this function."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -144,8 +144,8 @@ def grouped_linear(
 def linear_cross_entropy(shape: Sequence[int], features: int, words: int, spread: float = 1.0) -> Call:
     """Call of ``linear_cross_entropy``; every fourth target is ignored.
 
-    A small ``spread`` of hidden states keeps predictions uncertain, because gradients of certain ones are rounding
-    errors.
+    A small ``spread`` of hidden states keeps the predicted probabilities away from 0 and 1, where gradients would be only
+    rounding errors.
     """
     targets = torch.randint(words, tuple(shape), generator=torch.Generator().manual_seed(2))
     targets.view(-1)[1::4] = -100
@@ -159,7 +159,7 @@ def linear_cross_entropy(shape: Sequence[int], features: int, words: int, spread
 
 
 def permutation(tokens: int, choices: int, rows: int, features: int, *, back: bool, weighted: bool = True) -> Call:
-    """Call of ``permute``, or of ``unpermute`` if ``back``; choices beyond ``rows`` are dropped."""
+    """Call of ``permute``, or with ``back`` of ``unpermute``; a token's choices whose row is not below ``rows`` are dropped."""
     slots = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(5))
     places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots)))
     numbers = {"slots": slots[:rows], "places": places.view(tokens, choices)}

@@ -19,7 +19,7 @@ from d9d_testing.suites.support.resolved import inner_builder
 
 
 def registry_of(plugin: str | None) -> Registry:
-    """Registry of one plugin and the foundation.
+    """Registry of one plugin, d9d-core and d9d-engine.
 
     Args:
         plugin: declaration module, or path of a single-file plugin; ``None`` for all installed plugins.
@@ -75,7 +75,7 @@ class ComponentSuite:
     config: ClassVar[Mapping[str, Any]] = {}
 
     def build(self, *arguments: Any, **fields: Any) -> Any:
-        """A new component.
+        """New component that ``target`` names, built from its config.
 
         Args:
             arguments: arguments of the record's ``build`` after the config.

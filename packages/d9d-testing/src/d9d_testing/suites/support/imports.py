@@ -39,7 +39,7 @@ class Declared:
 
 @cache
 def declared() -> Declared:
-    """The list that comes with this package."""
+    """List of declared modules, read from the ``declared.json`` of this package."""
     found = json.loads(Path(__file__).with_name("declared.json").read_text("utf-8"))
     names = {module: frozenset(names) for module, names in found.pop("names").items()}
     return Declared(names=names, **{field: frozenset(values) for field, values in found.items()})
@@ -55,7 +55,7 @@ def imported_modules(source: str) -> Iterator[tuple[str, str]]:
 
 
 def references(source: str) -> Iterator[tuple[str, str]]:
-    """Module and name of each ``"module:name"``, as declarations refer to components."""
+    """Module and name of each text of the form ``"module:name"`` in a source, with which declarations refer to code."""
     yield from re.findall(r'"(d9d_\w+(?:\.\w+)*):(\w+)"', source)
 
 

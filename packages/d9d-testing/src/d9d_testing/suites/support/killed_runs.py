@@ -18,7 +18,7 @@ REPORT = "suite-report.json"
 
 
 def killed_run(address: Sequence[Any], directory: str, steps: Sequence[int]) -> None:
-    """Write steps, flush, report, and kill this process.
+    """Write some steps with a tracker, flush it, report this to the parent process, and kill this process.
 
     Args:
         address: arguments of :func:`build_component`.

@@ -36,7 +36,7 @@ def initialised(
     seed: int = 0,
     stage: Stage = Stage(),  # noqa: B008 - Stage is frozen
 ) -> nn.Module:
-    """Model, or a stage of it, on the CPU; each module is initialised from its own seed."""
+    """Tiny model, or a stage of it, on the CPU; each module is initialised from its own seed."""
     model = on_meta(spec, config, stage).to_empty(device="cpu")
     for name, module in modules_with(model, LateInit).items():
         with torch.random.fork_rng(devices=[]):
@@ -122,7 +122,7 @@ def tensors_of(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str
 
 
 def submodule(module: object, name: str) -> nn.Module:
-    """Submodule of a module returned by a trait."""
+    """Submodule that a trait of a module returns by name or as a module."""
     assert isinstance(module, nn.Module)
     return module.get_submodule(name)
 

@@ -21,7 +21,7 @@ def microbatch(samples: slice, *, counted: bool = True) -> dict[str, Tensor]:
 
     Args:
         samples: samples to return.
-        counted: if ``False``, all targets, labels and samples are ignored ones.
+        counted: if ``False``, all targets, labels and samples are marked as ignored.
     """
     generator = torch.Generator().manual_seed(7)
     shape = (SAMPLES, _POSITIONS)

@@ -1,4 +1,4 @@
-"""Ops of first-party models: how models call them, with odd shapes on purpose or random ones."""
+"""Ops of first-party models: example calls as models make them, with odd or random shapes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _attentions() -> Sequence[Call]:
 
 
 def _attention_blocks() -> Sequence[Call]:
-    """Calls with lengths that a ring of two ranks can split."""
+    """Calls of ``attention_block`` with sequence lengths that a ring of two ranks can split."""
     return [
         calls.attention(2, 8, 4, 2, 16, None, False),
         calls.attention(1, 20, 3, 1, 16, None, False),

@@ -34,7 +34,7 @@ def set_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
 
 
 def stepped(optimizer: Any, parameters: Mapping[str, nn.Parameter], steps: Iterable[int], device: str) -> None:
-    """Run these steps with an open gate."""
+    """Run the steps with the given numbers, with an open gate."""
     for step in steps:
         set_gradients(parameters, step)
         optimizer.step(torch.tensor(True, device=device))

@@ -34,7 +34,7 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of local shards as bytes, so that NaN equals itself and -0 differs from 0; meta tensors are left out."""
+    """Copies of tensors (of DTensors, the local shards) as bytes, so that NaN equals itself and -0 differs from 0; meta tensors are left out."""
     here = {name: local(tensor).detach() for name, tensor in tensors.items() if not local(tensor).is_meta}
     return {name: tensor.clone().contiguous().reshape(-1).view(torch.uint8) for name, tensor in here.items()}
 
@@ -61,5 +61,5 @@ def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
 
 
 def facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> shape and dtype."""
+    """Shape and dtype of each tensor, by name."""
     return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}

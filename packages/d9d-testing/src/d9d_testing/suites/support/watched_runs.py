@@ -27,14 +27,14 @@ _ROUNDING = 1e-3
 
 
 class ReplicasConfig(PluginConfig):
-    """Copies of the model on all ranks, whose gradients core sums."""
+    """Config of a strategy that keeps copies of the model on all ranks; d9d's synchroniser sums their gradients."""
 
     name: Literal["suite_replicas"] = "suite_replicas"
     """Selects the strategy."""
 
 
 class Replicas:
-    """Strategy that changes nothing."""
+    """Data-parallel strategy that changes nothing in the model."""
 
     def __init__(self, _config: ReplicasConfig) -> None: ...
 
@@ -45,7 +45,7 @@ class Replicas:
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """Replicas, which need no other package."""
+    """Strategy ``Replicas``, for which no other package is needed."""
     yield StrategySpec(
         name=REPLICAS,
         summary="Copies of the model.",
@@ -57,7 +57,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
 
 
 class Interruption(Exception):  # noqa: N818 - raised on purpose
-    """End of a run that is resumed later."""
+    """Exception that ends a run, which the suite resumes later."""
 
 
 class Interrupts:
