@@ -109,12 +109,12 @@ class Functions:
         self.version: int = self._library.cublasLtGetVersion()
 
     def status(self, name: str, *arguments: Any) -> int:
-        """Call ``cublasLt<name>`` and return its status; 0 is success."""
+        """Call the function ``cublasLt<name>`` of the library and return its status; 0 is success."""
         status: int = self._function(name)(*arguments)
         return status
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call ``cublasLt<name>``.
+        """Call the function ``cublasLt<name>`` of the library.
 
         Raises:
             LibraryError: the returned status is not success.
@@ -151,7 +151,7 @@ class Functions:
         return Settings(**found)
 
     def configure(self, algo: Algo, settings: Settings) -> None:
-        """Write the settings that differ; attributes that the algorithm lacks are refused and stay unchanged."""
+        """Write the settings that differ from the algorithm's; the library refuses attributes that the algorithm lacks."""
         before = self.settings(algo)
         for name, (attribute, ctype) in _ATTRIBUTES.items():
             wanted = getattr(settings, name)

@@ -1,4 +1,4 @@
-"""Algorithm choices by device, library version and product; a user's own choices are kept on disk.
+"""Choices of cuBLASLt algorithms by device, library version and product; a user's own choices are stored on disk.
 
 A file of choices is JSON::
 
@@ -68,7 +68,7 @@ def cache_file() -> Path:
 
 
 class Choices:
-    """Choices of cuBLAS algorithms: the user's own, then the shipped ones.
+    """Choices of cuBLASLt algorithms: the user's own, then the choices that come with the package.
 
     Args:
         cache: file of the user's choices; need not exist. If several processes share it, the first recorded choice
@@ -84,20 +84,20 @@ class Choices:
         self._works = True
 
     def find(self, key: Key) -> Choice | None:
-        """The user's choice, else the shipped choice, else ``None``."""
+        """Choice for a product in the user's file, else in the package's file, else ``None``."""
         if key not in self._own:
             self._look()
         return self._own.get(key) or self.find_shipped(key)
 
     def find_shipped(self, key: Key) -> Choice | None:
-        """The shipped choice, or ``None``."""
+        """Choice for a product in the package's file, or ``None``."""
         return self._shipped.get(key)
 
     def record(self, key: Key, choice: Choice) -> Choice:
         """Record a measured choice.
 
         Returns:
-            The choice in effect: an earlier one of another process, if there is one.
+            The choice in effect: if another process has recorded a choice earlier, its choice.
         """
         if not self._works:
             return self._own.setdefault(key, choice)
@@ -129,7 +129,7 @@ class Choices:
             self._give_up(f"cannot be used ({error}); delete it")
 
     def _give_up(self, why: str) -> None:
-        """Warn, and do not use the file any more."""
+        """Warn of a file of the user's choices that cannot be read or written, and do not use it any more."""
         self._works = False
         text = f"choices of cuBLASLt algorithms: {self._cache} {why}; this process measures for itself"
         warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -51,7 +51,7 @@ def is_capturing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Algorithm of a product; without one, torch computes it."""
+    """Plan of a product: the algorithm that computes it; without an algorithm, torch computes the product."""
 
     description: Any = None
     algorithm: Any = None
@@ -121,7 +121,7 @@ class DeviceProducts:
         return plan
 
     def _find(self, problem: Problem) -> Choice | None:
-        """Choice that is available without a measurement."""
+        """Choice for a product that is available without a measurement."""
         if problem.operations < self._smallest:
             return Choice(None)
         key = self._key(problem)

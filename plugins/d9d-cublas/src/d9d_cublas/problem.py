@@ -31,8 +31,8 @@ class Settings:
         cluster: ``cublasLtClusterShape_t``.
         custom: number of the custom option.
         swizzle: swizzling of thread blocks.
-        split_k: number of parts that the sum over K is split into.
-        reduction: ``cublasLtReductionScheme_t``, how the parts are added.
+        split_k: number of partial sums into which the sum over K is split.
+        reduction: ``cublasLtReductionScheme_t``, how the partial sums are added.
         inner: ``cublasLtMatmulInnerShape_t``.
     """
 
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Matrix product that an algorithm is chosen for.
+    """Matrix product for which an algorithm is chosen.
 
     Attributes:
         layout: one of :data:`LAYOUTS`.
@@ -75,7 +75,7 @@ class Problem:
 
     @property
     def operations(self) -> int:
-        """Floating-point operations."""
+        """Number of floating-point operations of the product."""
         return 2 * self.rows * self.out_features * self.in_features
 
 

@@ -118,11 +118,11 @@ def rows_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("d9d_cublas::joint_rows_gradient", mutates_args=())
 def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
-    """Gradient of rows that several weights project, in one product.
+    """Gradient of the rows of several forward products, computed in one product with the concatenated weights.
 
     Args:
         grad: [T, N].
-        weights: [..., K], N rows together.
+        weights: [..., K] each; together they have N rows.
 
     Returns:
         [T, K].

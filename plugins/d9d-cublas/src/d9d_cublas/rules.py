@@ -16,7 +16,7 @@ _ALIGNED = 8
 
 
 def swiglu(signature: OpSignature) -> Decision:
-    """Accept layers on CUDA whose row sizes are multiples of 16 bytes."""
+    """Accept calls of ``swiglu`` on CUDA whose row sizes are multiples of 16 bytes."""
     if signature.device != "cuda":
         return Decision(False, f"cuBLASLt needs CUDA, the device is {signature.device}")
     if signature.dtype not in _FLOATS:

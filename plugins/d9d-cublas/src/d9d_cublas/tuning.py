@@ -32,7 +32,7 @@ class Clock(Protocol):
     """Timer of calls that run without a pause between them."""
 
     def __call__(self, runs: Sequence[Run], repetitions: Sequence[int]) -> list[float]:
-        """Mean milliseconds of each call over its repetitions."""
+        """Time calls; return the mean milliseconds of each call over its repetitions."""
 
 
 def event_clock(runs: Sequence[Run], repetitions: Sequence[int]) -> list[float]:
@@ -49,7 +49,7 @@ def event_clock(runs: Sequence[Run], repetitions: Sequence[int]) -> list[float]:
 
 
 class Tuner:
-    """Measures cuBLAS's default and other algorithms for one product, and chooses.
+    """Tuner: measures cuBLAS's default and other algorithms for one product, and chooses the fastest.
 
     Args:
         clock: timer of calls.
@@ -59,7 +59,7 @@ class Tuner:
         self._clock = clock
 
     def choose(self, default: Run, candidates: Sequence[Run]) -> tuple[int | None, tuple[float, float]]:
-        """Measure the default and all candidates, and choose.
+        """Measure the default and all candidates, and choose one of them.
 
         Args:
             default: call that is chosen unless a candidate is clearly faster.

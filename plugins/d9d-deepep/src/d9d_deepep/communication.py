@@ -48,7 +48,7 @@ class DeepEPCommunication:
                 yield self._call(size, step.backwards, purpose, at_most=frozen)
 
     def _sizes(self, name: str, layer: HasExperts, step: StepShape) -> tuple[int | None, int | None, int | None]:
-        """Bytes of the rows, of their expert indices and weights, and of the weights alone."""
+        """Estimated bytes that a dispatch sends: the rows; their expert indices and weights; and the weights alone."""
         chosen = getattr(getattr(layer, "router", None), "top_k", None)
         if chosen is None:
             return None, None, None

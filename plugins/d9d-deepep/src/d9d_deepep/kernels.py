@@ -15,7 +15,7 @@ class PendingTensors:
     """Tensors that a running kernel still writes.
 
     Args:
-        tensors: must not be used before :meth:`wait`.
+        tensors: outputs of the kernel, which must not be used before :meth:`wait`.
         event: DeepEP's event of the kernel.
     """
 

@@ -41,17 +41,17 @@ class Attend(Protocol):
 
 
 def build_2(signature: OpSignature) -> FlashAttention:
-    """Build the backend of ``flash_attn``, for the window and documents of the signature."""
+    """Build the backend by FlashAttention 2 (module ``flash_attn``), for the window and documents of the signature."""
     return _build(signature, ByFunctions("flash_attn"))
 
 
 def build_3(signature: OpSignature) -> FlashAttention:
-    """Build the backend of ``flash_attn_interface``, for the window and documents of the signature."""
+    """Build the backend by FlashAttention 3 (module ``flash_attn_interface``), for the window and documents of the signature."""
     return _build(signature, ByFunctions("flash_attn_interface"))
 
 
 def build_4(signature: OpSignature) -> FlashAttention:
-    """Build the backend of ``flash_attn.cute``, for the window and documents of the signature."""
+    """Build the backend by FlashAttention 4 (module ``flash_attn.cute``), for the window and documents of the signature."""
     from d9d_flash_attention.cute import attend, check_library
 
     check_library()
@@ -68,8 +68,8 @@ class FlashAttention:
     Args:
         attend: the library's attention.
         window: number of positions that a query attends to, its own included; ``None`` for all.
-        of_one: ignore document indices, because each sample is one document; causal attention never reaches its
-            padding.
+        of_one: whether to ignore document indices, because each sample is one document; its padding comes last, where causal
+            attention never reaches it.
     """
 
     def __init__(self, attend: Attend, window: int | None, *, of_one: bool = False) -> None:
@@ -130,7 +130,7 @@ class ByFunctions:
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts for torch's own attention; autocast does not know the libraries."""
+    """Cast tensors as autocast does for torch's own attention; autocast does not cast the inputs of the libraries."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

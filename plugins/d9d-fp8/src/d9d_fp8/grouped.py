@@ -31,7 +31,7 @@ _EMULATED = ("float32", "bfloat16", "float16")
 
 
 def supports_grouped(signature: OpSignature) -> Decision:
-    """Accept bfloat16 on CUDA with compute capability 9 or 10, with priority 0: only by name."""
+    """Accept bfloat16 on CUDA with compute capability 9 or 10; priority 0, so a job must name the backend."""
     if refusal := _misaligned(signature):
         return Decision(accept=False, reason=refusal)
     if signature.device != "cuda":
@@ -52,7 +52,7 @@ def build_grouped(_signature: OpSignature) -> Callable[..., Tensor]:
 
 
 def supports_emulated(signature: OpSignature) -> Decision:
-    """Accept on any device, with priority 0: only by name."""
+    """Accept calls on any device; priority 0, so a job must name the backend."""
     if refusal := _misaligned(signature):
         return Decision(accept=False, reason=refusal)
     if signature.dtype not in _EMULATED:

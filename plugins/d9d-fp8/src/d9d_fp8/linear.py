@@ -31,7 +31,7 @@ class Float8:
     bias: nn.Parameter | None
 
     def multiply(self, rows: Tensor, deferral: Deferral | None) -> Tensor:
-        """Map [..., I] to [..., O]."""
+        """Multiply rows [..., I] by the weight in float8; return [..., O]."""
         rows, weight = as_autocast(rows), as_autocast(self.weight)
         flat = rows.reshape(-1, rows.shape[-1])
         if may_defer(weight, deferral):
@@ -44,7 +44,7 @@ class Float8:
         return out.view(*rows.shape[:-1], out.shape[-1])
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:  # noqa: ARG002 - never called
-        """Refuse: the caller would compute the product in another dtype."""
+        """Refuse to lend the product to a caller, which would compute it in another dtype than float8."""
         return False
 
     def extra_repr(self) -> str:
@@ -58,7 +58,8 @@ def convert(layer: Any, kinds: dict[type, type], recipe: str, *, emulate: bool) 
 
     Args:
         layer: layer of a subclass of :class:`d9d_nn.linear.Linear`.
-        kinds: cache of the subclasses, by the layer's class: equal layers must share a class for ``compile``.
+        kinds: cache of the subclasses, by the layer's class; equal layers must have one class, so that ``compile`` compiles
+            them once.
         recipe: name of the recipe.
         emulate: whether to multiply in float32.
     """

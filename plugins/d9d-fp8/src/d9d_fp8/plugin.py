@@ -24,7 +24,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends for the products of experts, selected never chosen by itself."""
+    """Backends of ``grouped_linear`` (products of experts), which are used only if a job names them."""
     for name, function, summary in (
         ("fp8", "grouped", "float8, one scale per row, weight gradients in bfloat16; CUDA. Never chosen by itself."),
         (

@@ -99,5 +99,5 @@ def as_dtype(product: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divisor(granularity: Granularity) -> int:
-    """Number that the sizes of an operand must be multiples of."""
+    """Number of which the sizes of an operand must be multiples."""
     return BLOCK if granularity in (Granularity.TILE, Granularity.SQUARE) else 16

@@ -33,7 +33,7 @@ class Recipe:
 
     @property
     def divisor(self) -> int:
-        """Number that both sizes of a layer must be multiples of."""
+        """Number of which both sizes of a layer must be multiples."""
         return max(divisor(operand.granularity) for operand in (*self.output, *self.rows_gradient))
 
 

@@ -71,10 +71,10 @@ class Fp8:
 
 
 def check_device(device: torch.device, recipe: str) -> None:
-    """Raise if a device does not support float8 products, or the recipe.
+    """Raise an error if a device does not support float8 products or the recipe.
 
     Raises:
-        BuildError: the device lacks them.
+        BuildError: the device does not support float8 products or the recipe.
     """
     advice = "set emulate: true to emulate it slowly, or remove the strategy from 'parallel'"
     if device.type != "cuda":
@@ -133,7 +133,7 @@ def _check(name: str, layer: nn.Linear) -> None:
 
 
 def _parts(stage: nn.Module, ranks: int) -> dict[str, tuple[int, int]]:
-    """Numbers of shards over ``tp`` of each layer's input and output features, by layer name."""
+    """Into how many shards ``tp`` splits the input and output features of each layer, by layer name."""
     found: dict[str, tuple[int, int]] = {}
     for name, owner in modules_with(stage, TensorParallelizable).items():
         heads = owner.tensor_parallel_heads() if isinstance(owner, HasHeads) else {}

@@ -20,7 +20,7 @@ _ALIGNMENT = 8
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept bfloat16 on CUDA, with priority 0: only by name."""
+    """Accept bfloat16 on CUDA; priority 0, so a job must name the backend."""
     if refusal := _refusal(signature):
         return Decision(accept=False, reason=refusal)
     reason = "one call for all experts; by name only, as the host waits for the counts of rows before each product"

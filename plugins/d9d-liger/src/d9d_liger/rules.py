@@ -24,7 +24,7 @@ RULES: Mapping[str, tuple[int, str]] = {
 
 
 def rms_norm(signature: OpSignature) -> Decision:
-    """Accept rows that fit into one program."""
+    """Accept calls of ``rms_norm`` on CUDA whose rows fit into one Triton program."""
     features = signature.static.get("features", 1)
     if features > MOST_FEATURES:
         return Decision(False, f"a program handles whole rows: at most {MOST_FEATURES} features, not {features}")

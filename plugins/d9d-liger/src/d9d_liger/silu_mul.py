@@ -43,7 +43,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("d9d_liger::silu_mul", mutates_args=())
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """Custom op behind :func:`silu_mul`, for two tensors of one shape and dtype."""
+    """Custom op with which :func:`silu_mul` computes, for two tensors of one shape and dtype."""
     if not gate.numel():
         return _contiguous_like(gate)
     out: Tensor = swiglu_forward(gate.contiguous(), up.contiguous())[2]

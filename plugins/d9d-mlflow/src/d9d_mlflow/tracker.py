@@ -208,7 +208,7 @@ def _name(name: str) -> str:
 
 
 def _folder(name: str) -> str:
-    """Name as an artifact folder: a part such as ``7.txt``, which could be the file of another series, is escaped."""
+    """Folder of artifacts for a name; a component such as ``7.txt``, which could be a file of another series, is escaped."""
     return "/".join(re.sub(r"^(\d+)\.(?=(txt|json|png)$)", r"\1_x2e_", part) for part in _name(name).split("/"))
 
 

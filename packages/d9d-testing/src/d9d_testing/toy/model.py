@@ -73,7 +73,7 @@ class ToyModel(nn.Module):
 
 
 def _blocks_of(blocks: int, stage: Stage) -> range:
-    """Indices of a stage's blocks: as ``pipeline.layers`` says, else evenly split, with the remainder on the first stages."""
+    """Indices of a stage's blocks; without ``pipeline.layers``, first stages get the remainder of an even split."""
     counts = stage.layers
     if counts is None:
         size, rest = divmod(blocks, stage.count)

@@ -61,7 +61,7 @@ def quiet(job: Job) -> Trainer:
 
 
 def noted(job: Job) -> tuple[Trainer, list[str]]:
-    """Build a trainer, and collect its notes."""
+    """Build a trainer; return it and the notes that the job logs while it is built."""
     notes: list[str] = []
     return job.build(notes.append), notes
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 class WorldError(AssertionError):
-    """Some ranks did not return.
+    """Error of a world in which some ranks did not return.
 
     Attributes:
-        reports: rank -> traceback, stack, or reason of its end.
+        reports: rank -> traceback of its exception, its stack, or the reason of its end.
     """
 
     def __init__(self, headline: str, reports: Mapping[int, str]) -> None:
@@ -22,7 +22,7 @@ class WorldError(AssertionError):
 
 
 class RankFailedError(WorldError):
-    """Ranks raised exceptions, or their processes died. The others were stopped."""
+    """Ranks of a world raised exceptions, or their processes died. The other ranks were stopped."""
 
 
 class RankHungError(WorldError):

@@ -159,7 +159,7 @@ def linear_cross_entropy(shape: Sequence[int], features: int, words: int, spread
 
 
 def permutation(tokens: int, choices: int, rows: int, features: int, *, back: bool, weighted: bool = True) -> Call:
-    """Call of ``permute``, or with ``back`` of ``unpermute``; a token's choices whose row is not below ``rows`` are dropped."""
+    """Call of ``permute``, or with ``back`` of ``unpermute``; choices beyond the first ``rows`` are dropped."""
     slots = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(5))
     places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots)))
     numbers = {"slots": slots[:rows], "places": places.view(tokens, choices)}

@@ -34,7 +34,10 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors (of DTensors, the local shards) as bytes, so that NaN equals itself and -0 differs from 0; meta tensors are left out."""
+    """Bytes of each tensor (of a DTensor: its local shard), copied; meta tensors are left out.
+
+    In a comparison of bytes, NaN equals itself and -0 differs from 0.
+"""
     here = {name: local(tensor).detach() for name, tensor in tensors.items() if not local(tensor).is_meta}
     return {name: tensor.clone().contiguous().reshape(-1).view(torch.uint8) for name, tensor in here.items()}
 
