@@ -64,7 +64,7 @@ class MlflowTracker:
             ) from error
 
     def _continued(self, client: MlflowClient, run_id: str) -> MlflowRun | None:
-        """The saved run with the last step of each of its series; ``None`` to start a new run instead."""
+        """Open the run with the saved id, and find the last step of each series; ``None`` to start a new run instead."""
         try:
             known = client.get_run(run_id)
         except MlflowException as error:

@@ -21,13 +21,13 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
 def replicated(config: ReplicateConfig) -> StrategyCost:
-    """Effect of ``replicate``: shards only over ``cp``, gathered once for forward and backward, if at all."""
+    """Effect of ``replicate`` on costs: parameters are sharded only over ``cp``, and gathered at most once per microbatch."""
     units = StrategyCost(shards=True, gathers="once", reduces="each", in_place=config.needs_no_units)
     return _data_parallel(config, units)
 
 
 def sharded(config: ShardedConfig) -> StrategyCost:
-    """Effect of ``fsdp`` and ``hsdp``. Resharding to smaller groups is counted as resharding to all ranks."""
+    """Effect of ``fsdp`` and ``hsdp`` on costs. Resharding to smaller groups is counted as resharding to all ranks."""
     gathers: Literal["once", "twice"] = "twice" if config.reshard_after_forward else "once"
     return _data_parallel(config, StrategyCost(shards=True, gathers=gathers, reduces="each"))
 
@@ -45,7 +45,7 @@ def _data_parallel(config: DataParallelConfig, effect: StrategyCost) -> Strategy
 
 
 def alternatives(config: DataParallelConfig) -> Sequence[DataParallelConfig]:
-    """Configs that communicate less for more memory: gradients reduced once per step, parameters kept whole."""
+    """Configs that need less communication and more memory: gradients reduced once per step, parameters kept gathered."""
     later = config.model_copy(update={"defer": "everything"})
     found = [later] if config.defer == "nothing" else []
     if isinstance(config, ShardedConfig) and config.reshard_after_forward is True:
@@ -54,15 +54,15 @@ def alternatives(config: DataParallelConfig) -> Sequence[DataParallelConfig]:
 
 
 def tensor_parallel(config: TensorParallelConfig) -> StrategyCost:
-    """Effect of ``tensor_parallel``: whether its collectives overlap with matrix products."""
+    """Effect of ``tensor_parallel`` on costs: whether its collectives overlap with matrix products."""
     return StrategyCost(overlaps=frozenset({"tp"} if config.asynchronous else ()))
 
 
 def checkpointed(config: ActivationCheckpointingConfig) -> StrategyCost:
-    """Effect of ``activation_checkpointing``; ignores block patterns and stored outputs other than attention's."""
+    """Effect of ``activation_checkpointing`` on costs; ignores block patterns and stored outputs other than attention's."""
     return StrategyCost(recomputed=1 / config.every, keeps_attention="attention" in config.save)
 
 
 def compiled(config: CompileConfig) -> StrategyCost:
-    """Effect of ``compile``; backends other than inductor fuse nothing."""
+    """Effect of ``compile`` on costs; backends other than inductor count as fusing nothing."""
     return StrategyCost(compiled=config.backend == "inductor")

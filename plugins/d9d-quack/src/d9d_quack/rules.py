@@ -26,7 +26,7 @@ _ALIGNED = 8
 
 
 def rms_norm(signature: OpSignature) -> Decision:
-    """Accept on Hopper and Blackwell."""
+    """Accept calls of ``rms_norm`` on Hopper and Blackwell GPUs whose rows are a multiple of 4 bytes."""
     if signature.device != "cuda":
         return Decision(False, f"QuACK needs CUDA, the device is {signature.device}")
     if signature.dtype not in _FLOATS:

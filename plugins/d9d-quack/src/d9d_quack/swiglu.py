@@ -1,8 +1,8 @@
 """Backend ``quack`` of the op ``swiglu``: the gate is computed in the epilogue of a product.
 
-The first product computes the gate and up projections together; it writes both for the backward, and the gated
-activations. The backward's first product, the gradient of the gated activations, reads gate and up in its epilogue and
-writes both gradients and the gated activations again. So neither direction has an extra pass over memory.
+The first product computes the gate and up projections together; it writes both projections for the backward, and the gated
+activations. The backward's first product, the gradient of the gated activations, reads gate and up in its epilogue and writes
+both gradients and the gated activations again. So neither direction has an extra pass over memory.
 
 Shapes: M rows, H features, I features inside.
 """
@@ -21,7 +21,7 @@ _FLOATS = (torch.bfloat16, torch.float16)
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend. Imports the library here, which takes seconds, and not in the first step."""
+    """Entry point of the backend. Imports the library, which takes seconds, before the first step."""
     with warnings.catch_warnings():  # deprecation warnings of the library's dependencies
         warnings.simplefilter("ignore", DeprecationWarning)
         import quack.gemm_interface  # noqa: F401

@@ -37,12 +37,12 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def build(_signature: OpSignature) -> Callable[..., None]:
-    """AdamW with decoupled weight decay."""
+    """Build the backend of ``adamw``: AdamW with decoupled weight decay."""
     return FusedAdamW(stochastic=False)
 
 
 def build_stochastic(_signature: OpSignature) -> Callable[..., None]:
-    """AdamW that rounds bfloat16 weights and moments stochastically."""
+    """Build the backend of ``stochastic_adamw``: AdamW that rounds bfloat16 weights and moments stochastically."""
     return FusedAdamW(stochastic=True)
 
 
@@ -113,7 +113,7 @@ class FusedAdamW:
         aligned: bool,
         masters: bool,
     ) -> None:
-        """Update tensors whose dtypes and alignment are equal."""
+        """Update the tensors of a group that have equal dtypes and alignment, in one launch."""
         device = rows[0][0].device
         sizes = tuple(row[0].numel() for row in rows)
         # Gradients have other addresses in each step. The table is in pinned memory, so that its copy does not block

@@ -26,7 +26,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def build(_signature: OpSignature) -> Callable[[Sequence[Tensor], torch.device], Tensor]:
-    """Sum of squares of the gradients."""
+    """Build the backend of ``gradient_power``: the sum of squares of all gradients."""
     return SumOfSquares()
 
 
@@ -60,7 +60,7 @@ class SumOfSquares:
         return torch.cat(parts).sum(dtype=torch.float64)
 
     def _sums(self, tensors: list[Tensor], *, aligned: bool) -> Tensor:
-        """Sums of the programs, float32, for tensors of one dtype."""
+        """Sum of squares of each program, float32, for tensors of one dtype."""
         device, sizes = tensors[0].device, tuple(tensor.numel() for tensor in tensors)
         # Gradients have other addresses in each step. The table is in pinned memory, so that its copy does not block
         # the host.

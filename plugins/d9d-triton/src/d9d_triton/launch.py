@@ -89,7 +89,7 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def check_floats(op: str, **tensors: Tensor) -> None:
-    """Raise for dtypes that the kernels cannot read.
+    """Raise an error for dtypes that the kernels cannot read.
 
     Raises:
         TypeError: a tensor has another dtype than :data:`FLOATS`.

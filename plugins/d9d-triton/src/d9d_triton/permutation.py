@@ -36,7 +36,7 @@ def build_unpermute(_signature: OpSignature) -> Callable[..., Tensor]:
 
 
 def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = False) -> Tensor:
-    """Copy each token to its rows, see :func:`d9d_moe.dispatch.permutation.permute`.
+    """Permute tokens by Triton: copy each token to its rows, see :func:`d9d_moe.dispatch.permutation.permute`.
 
     Args:
         tokens: [T, H], of any strides.

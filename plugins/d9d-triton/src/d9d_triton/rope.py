@@ -83,7 +83,7 @@ def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tu
 
 
 def _check_shapes(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Raise for shapes that would make the kernel read or write outside of a tensor."""
+    """Raise an error for shapes that would make the kernel read or write outside of a tensor."""
     samples, positions, _, features = query.shape
     angles = {(count, positions, features // 2) for count in (1, samples)}
     same = (*key.shape[:2], key.shape[3]) == (samples, positions, features)

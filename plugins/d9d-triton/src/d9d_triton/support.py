@@ -27,7 +27,7 @@ def stochastic_adamw(signature: OpSignature) -> Decision:
 
 
 def gradient_power(signature: OpSignature) -> Decision:
-    """Accept the Euclidean norm."""
+    """Accept ``gradient_power`` for the Euclidean norm."""
     if signature.static.get("p") != 2:
         return Decision(False, f"sums squares, for p: 2; here p is {signature.static.get('p')}")
     return decide(signature, "one launch for all: 0.50 ms for 2 GB on an H200; torch takes 0.91")
@@ -60,7 +60,7 @@ def vocabulary_parallel_cross_entropy(signature: OpSignature) -> Decision:
 
 
 def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS, priority: int = PRIORITY) -> Decision:
-    """Accept on CUDA; on a CPU only where Triton interprets kernels, by name.
+    """Accept calls on CUDA, and on a CPU if Triton interprets kernels and the job names the backend.
 
     Args:
         signature: signature of the op's calls.
@@ -78,5 +78,5 @@ def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels in Python on CPU tensors: ``TRITON_INTERPRET=1``."""
+    """Whether Triton interprets kernels in Python on CPU tensors, as ``TRITON_INTERPRET=1`` requests."""
     return os.environ.get("TRITON_INTERPRET") == "1"

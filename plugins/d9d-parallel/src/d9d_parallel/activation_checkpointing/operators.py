@@ -1,4 +1,4 @@
-"""Selective checkpointing by operator: outputs that a checkpointed block stores."""
+"""Selective activation checkpointing by operator: which outputs of operators a checkpointed block stores."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class KeepOutputs:
                 )
 
     def unmet(self) -> list[str]:
-        """Entries of ``save`` of which no operator was called so far; empty before the first call of the policy.
+        """Entries of ``save`` for which no operator has been called so far; empty before the first call of the policy.
 
         The policy is not called for a block that the compiler finds in its cache.
         """
@@ -99,7 +99,7 @@ class WarnOfUnmet:
         self._forwards = 0
 
     def __call__(self, _stage: nn.Module, _args: object) -> None:
-        """Count the forward."""
+        """Count the forwards of the stage; in the second one, warn of unmet entries of ``save``."""
         self._forwards += 1
         if self._forwards == 2 and (unmet := self._policy.unmet()):
             _log.warning(
@@ -114,13 +114,13 @@ KEEPING_NOTHING: Contexts = partial(create_selective_checkpoint_contexts, KeepOu
 
 
 def contexts_of(policy: KeepOutputs) -> Contexts:
-    """Contexts for blocks with this policy. Blocks should share them, because Dynamo recompiles for other ones."""
+    """Contexts of selective checkpointing with a policy. Blocks should share one object, or Dynamo recompiles for each."""
     # Dynamo accepts a function or a partial, and does not trace into either.
     return partial(create_selective_checkpoint_contexts, policy)
 
 
 def unknown_operators(save: Sequence[str], ops: Collection[str]) -> dict[str, str]:
-    """Find entries of ``save`` without a dot that match no op of these blocks and no operator, with reasons.
+    """Find entries of ``save`` without a dot that match no op of these blocks and no operator; return them with reasons.
 
     Args:
         save: ops, or patterns of operator names, such as ``aten.mm``. An entry that begins with the name of a package

@@ -35,7 +35,7 @@ class Recomputed:
         self.contexts = contexts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward."""
+        """Run the forward without storing its activations; the backward runs it again."""
         contexts = self.contexts
         if contexts is None and torch.compiler.is_compiling() and not recomputes_inside_functions():
             contexts = KEEPING_NOTHING

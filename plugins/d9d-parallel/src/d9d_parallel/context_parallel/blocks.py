@@ -52,7 +52,7 @@ class Block:
         return near and self.query + queries > self.key
 
     def mask(self, rows: slice, keys: int, device: torch.device) -> Tensor | None:
-        """Mask of some queries, bool [B or 1, rows, T]; ``None`` if they attend to all keys."""
+        """Attention mask of some queries of the block, bool [B or 1, rows, T]; ``None`` if they attend to all its keys."""
         first, last = self.query + rows.start, self.query + rows.stop - 1
         seen = None
         if first < self.key + keys - 1 or (self.window is not None and last - self.key >= self.window):
@@ -77,7 +77,7 @@ class ReferenceBlocks:
         window: int | None,
         device: torch.device,  # noqa: ARG002
     ) -> list[tuple[slice, slice, Block]]:
-        """Divide into blocks, and keep those in which some query may attend to some key, by their positions."""
+        """Divide the attention into blocks, and return the blocks in which some query may attend to some key, by position."""
         found = []
         for rows, run in _places(queries):
             for columns, other in _places(keys):
@@ -175,7 +175,7 @@ def merge_into(out: Tensor, total: Tensor, other: Tensor, of_other: Tensor) -> N
 
 
 def _places(runs: Sequence[range]) -> Iterator[tuple[slice, range]]:
-    """Yield runs with their slices of the concatenation of all runs."""
+    """Yield each run of positions, with its slice in the concatenation of all runs."""
     start = 0
     for run in runs:
         yield slice(start, start + len(run)), run
@@ -190,14 +190,14 @@ def _tiles(query: Tensor, key: Tensor) -> Iterator[slice]:
 
 
 def _scores(query: Tensor, wide_key: Tensor, mask: Tensor | None) -> Tensor:
-    """Scaled scores [B, K, G, Q, T], minus infinity where masked."""
+    """Scaled attention scores [B, K, G, Q, T], minus infinity where masked."""
     asked = _by_group(query, query.shape[2] // wide_key.shape[2])
     scores = torch.einsum("bqkgd,btkd->bkgqt", asked, wide_key) / math.sqrt(query.shape[3])
     return scores if mask is None else scores.masked_fill_(~mask[:, None, None], -math.inf)
 
 
 def _by_group(heads: Tensor, groups: int) -> Tensor:
-    """Reshape [B, Q, N, D] to [B, Q, K, G, D], in a wide dtype."""
+    """Reshape [B, Q, N, D] to [B, Q, K, G, D], as float32 or wider."""
     return _wide(heads).reshape(*heads.shape[:2], -1, groups, heads.shape[3])
 
 

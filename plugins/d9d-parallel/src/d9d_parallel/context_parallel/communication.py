@@ -1,6 +1,6 @@
 """Collectives of context parallelism in a step: of each attention core, and of other modules that mix positions.
 
-Numbers are per position of a rank, which has S / R of the S positions of a sample on R ranks.
+Numbers of elements are per position of one rank. On R ranks, a rank has S / R of the S positions of a sample.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Meeting:
 
     Attributes:
         tp: number of ranks of ``tp``, which have different heads.
-        heads: ranks that exchange positions for heads.
-        ring: ranks that pass keys and values around. With ``heads`` too, ranks with the same heads have positions in
-            zigzag order again, in fewer and longer chunks.
-        keys: share of positions whose keys and values are gathered.
+        heads: ranks that exchange positions for heads (methods ``ulysses`` and ``hybrid``); ``None`` for none.
+            ring: ranks that pass keys and values around (``ring`` and ``hybrid``); ``None`` for none. In ``hybrid``, the
+                ranks of a ring have the same heads, and their positions are in zigzag order, in fewer and longer chunks.
+            keys: share of positions whose keys and values are gathered (``all_gather``); ``None`` for none.
     """
 
     tp: int
@@ -53,12 +53,12 @@ class Heads:
 
 
 class _Call(NamedTuple):
-    """Collective in each pass through a core.
+    """Collective that each pass through an attention core calls.
 
     Attributes:
         kind: operation.
         ranks: ranks of the collective, in order.
-        numbers: elements of the tensor per own position; ``None`` if the core does not declare its heads.
+        numbers: elements of the tensor per position of this rank; ``None`` if the core does not declare its heads.
         what: name of the exchanged tensors.
         backward: whether it is part of the backward; otherwise of the forward.
         times: number of calls in one pass.
@@ -165,5 +165,5 @@ def _turns(numbers: int | None, ring: Ranks) -> Iterator[_Call]:
 
 
 def _key_value_heads(heads: Heads, swapping: Ranks | None) -> int:
-    """Number of exchanged key/value heads; if there are fewer than ranks, each goes to several ranks."""
+    """Number of key/value heads that are exchanged; if there are fewer heads than ranks, each is sent to several ranks."""
     return heads.key_value if swapping is None else max(heads.key_value, swapping.size)

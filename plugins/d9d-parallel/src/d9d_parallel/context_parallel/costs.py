@@ -18,12 +18,12 @@ _FLOAT32 = 4
 
 
 def context_parallel(config: ContextParallelConfig) -> StrategyCost:
-    """Effect of ``context_parallel`` on costs."""
+    """Effect of the strategy ``context_parallel`` on the planner's costs."""
     return StrategyCost(context=AttentionCosts(config.method, config.head_ranks))
 
 
 def alternatives(config: ContextParallelConfig) -> Sequence[ContextParallelConfig]:
-    """Other configs to plan with: of ``all_gather`` and ``ulysses``, the method that is not chosen."""
+    """Further configs for ``d9d plan``: the methods ``all_gather`` and ``ulysses``, except the config's own method."""
     other: Literal["ulysses", "all_gather"] = "ulysses" if config.method == "all_gather" else "all_gather"
     return [config.model_copy(update={"method": other, "head_ranks": None})]
 
@@ -78,7 +78,7 @@ def _gathered(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
 
 
 def _swapped(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
-    """Method ``ulysses``: positions are swapped for heads, and back; few key/value heads are sent several times.
+    """Method ``ulysses``: positions are swapped for heads and back; fewer key/value heads than ranks are sent repeatedly.
 
     Raises:
         BuildError: the heads cannot be divided over the ranks.
@@ -100,10 +100,10 @@ def _swapped(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
 
 
 def _ring(op: OpCost, shape: AttentionShape, ranks: int, stride: int) -> ContextCost:
-    """Methods ``ring`` and ``hybrid``: keys and values are passed around during attention; parts merge in float32.
+    """Method ``ring``, and the ring of ``hybrid``: keys and values are passed around; outputs are merged in float32.
 
-    The attention of a turn is a kernel as without ``cp``; on an H200 whole attentions took 0.98 to 1.16 of this
-    estimate.
+    The attention to one rank's keys is estimated as a kernel without ``cp``; on an H200, the attention to all keys took 0.98 to
+    1.16 times as long as this estimate.
 
     Args:
         op: attention of one rank.

@@ -1,6 +1,6 @@
 """Forwards of attention cores for a rank's own positions.
 
-Each replaces ``core.forward``. They are classes, not closures, because deep copies of a core need their own masks.
+Each class replaces ``core.forward``. They are not closures, because a deep copy of a core needs its own masks.
 
 Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, R ranks.
 """
@@ -79,7 +79,7 @@ class ExchangedHeads:
 
 
 def check_heads(query_heads: int, key_value_heads: int, ranks: int) -> None:
-    """Raise if heads cannot be divided over ranks.
+    """Raise an error if heads cannot be divided over ranks.
 
     Raises:
         BuildError: the ranks do not divide the query heads, or neither divide nor are a multiple of the key/value

@@ -45,7 +45,7 @@ class RingAttention:
         return f"attention_block.{self.slot.backend}"
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the attention to one rank's keys."""
+        """Op slot of ``attention_block``, the attention to one rank's keys, by name."""
         return {"attention_block": self.slot}
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: torch.device) -> Turns:
@@ -86,7 +86,7 @@ class RingAttention:
 
 
 class Part(NamedTuple):
-    """Part of the scores of a turn.
+    """Part of the attention scores of a turn, the step in which a rank computes with the keys of one rank.
 
     Attributes:
         queries: slice of the rank's own queries.
@@ -100,7 +100,7 @@ class Part(NamedTuple):
 
 
 class Turns:
-    """Turns of a ring. A plain object, because FSDP's mixed precision would cast the tensors in a tuple.
+    """Turns of a ring, with their masks. A plain object, because FSDP's mixed precision would cast tensors in a tuple.
 
     Args:
         parts: parts of each turn.
@@ -202,13 +202,13 @@ class _Ring(torch.autograd.Function):
 
 
 def _of_sinks(grad: Tensor, result: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient of sinks [N]: minus the sum over queries of a sink's probability times ``grad @ result``."""
+    """Gradient of attention sinks [N]: minus the sum over queries of a sink's probability times ``grad @ result``."""
     shares = (sinks.to(total.dtype) - total).exp()
     return -(shares * (grad.to(total.dtype) * result.to(total.dtype)).sum(-1)).sum((0, 1)).to(sinks.dtype)
 
 
 class PlacedSum:
-    """Sum of gradients at slices of a tensor whose memory need not be filled with zeros first.
+    """Accumulator of gradients at slices of a tensor, whose memory need not be filled with zeros first.
 
     Args:
         memory: [B, Q or T, heads, D], float32 or wider, uninitialised; holds the sum after :meth:`finish`.
@@ -229,7 +229,7 @@ class PlacedSum:
         self._is_begun = True
 
     def finish(self) -> Tensor:
-        """Return the sum of all parts; zeros if there was none."""
+        """Return the sum of all added gradients; zeros where nothing was added."""
         return self._memory if self._is_begun else self._memory.zero_()
 
 
@@ -292,7 +292,7 @@ def _attend(
 
 
 class Passing:
-    """Ring exchange: sends a tensor to the next rank and receives the previous rank's. Collective over the ring.
+    """Ring exchange: sends a tensor to the next rank and receives the tensor of the previous rank. Collective over the ring.
 
     Args:
         tensor: contiguous tensor of the same shape on all ranks; must not change before :meth:`wait`.

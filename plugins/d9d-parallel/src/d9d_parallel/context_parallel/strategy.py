@@ -98,7 +98,7 @@ class ContextParallel:
         return Meeting(tp, heads=heads, ring=ring)
 
     def _core(self, name: str, core: nn.Module, meeting: Meeting) -> Heads | None:
-        """Split the attention of a core; returns its heads on this rank, if it declares them."""
+        """Split the attention of a core over the ranks; return the core's heads on this rank, if it declares them."""
         heads = None
         if isinstance(core, SharesAttention):
             query_heads, key_value_heads = (max(1, count // meeting.tp) for count in core.attention_heads())
@@ -122,7 +122,7 @@ class ContextParallel:
 
 
 def _ranks(topology: Topology, parts: Sequence[Sequence[int]]) -> Ranks:
-    """Ranks of this rank's part of ``cp``. Collective over all ranks: each must create the groups of all parts."""
+    """Ranks of the process group, within ``cp``, to which this rank belongs. Collective: all ranks create all groups."""
     own, mine = topology.coordinate["cp"], None
     for part in parts:
         group = topology.positions_group("cp", part)

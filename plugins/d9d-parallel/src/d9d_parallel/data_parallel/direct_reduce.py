@@ -1,8 +1,8 @@
 """Reduce-scatters of FSDP2's units directly from the gradients.
 
-FSDP2 copies the gradients of a unit into one flat buffer, ordered by rank, and reduces the buffer. If parameters are
-sharded evenly along dimension 0, the ranks' parts of a gradient are already consecutive in its memory, so it is reduced
-from there, in one call for all gradients of a unit.
+FSDP2 copies the gradients of a unit into one flat buffer, ordered by rank, and reduces the buffer. If parameters are sharded
+evenly along dimension 0, the parts of a gradient for each rank are already consecutive in its memory, so the gradient is
+reduced from its own memory, in one call for all gradients of a unit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_GROUP = (
 
 
 def reduce_directly(gathers: Sequence[DirectGather]) -> None:
-    """Make units that gather directly also reduce directly, unless their gradients are also summed over replicas.
+    """Make units that gather directly also reduce gradients directly, unless gradients are also summed over replicas.
 
     Call it before :func:`d9d_engine.compat.prepare_fsdp_gradients`, whose zeros are reduced like other gradients.
     """
@@ -62,7 +62,7 @@ class DirectReduce:
         self._reduce(trained, gradients)
 
     def _is_direct(self, trained: Sequence[Any]) -> bool:
-        """Whether this backward reduces, with plain sums in the format of the parameters; the same on all ranks."""
+        """Whether this backward reduces gradients, by plain sums in the parameters' dtype; the same on all ranks."""
         group = self._group
         plain = group.gradient_divide_factor == 1.0 and group.force_sum_reduction_for_comms
         if not (group.reduce_grads and plain and group._all_reduce_hook is None):  # noqa: SLF001
@@ -97,7 +97,7 @@ def _is_plain(parameter: Any) -> bool:
 
 
 def _taken(parameter: Any) -> Tensor:
-    """Take the gradient of a whole parameter, or zeros if there is none, and clear it."""
+    """Return the gradient of a gathered parameter, or zeros if there is none, and clear it."""
     whole = parameter._unsharded_param  # noqa: SLF001
     if whole.grad is None:
         whole.grad = torch.zeros_like(whole)

@@ -21,7 +21,7 @@ def find_banks(stage: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_spread(bank: nn.Module) -> bool:
-    """Whether a bank's parameters are already sharded by expert."""
+    """Whether the parameters of a bank (module that holds experts) are already sharded by expert."""
     return any(isinstance(parameter, DTensor) for parameter in bank.parameters())
 
 
@@ -32,7 +32,7 @@ class ShardDimension:
     Sharding another dimension costs a copy per gather, sharding dimension 0 costs none.
 
     Args:
-        topology: topology with the number of these ranks.
+        topology: topology with the number of data-parallel ranks that hold the same experts.
         strategy: name of the strategy, for error messages.
     """
 

@@ -1,4 +1,4 @@
-"""Reducer of FSDP2 stages: knows the last backward of a step, and backwards whose weight gradients come later."""
+"""Reducer of stages wrapped by FSDP2, which decides after which backwards of a step gradients are reduced."""
 
 from __future__ import annotations
 

@@ -53,9 +53,9 @@ _REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate
 class Replicate:
     """Strategy of data parallelism with the whole model on every rank of ``dp_replicate``; gradients are all-reduced.
 
-    FSDP2 is used only for settings that need it: compute formats, offload, shards over ``cp``, and pipeline stages
-    whose gradients are due at different times. Otherwise the stage stays unchanged, and gradients are reduced in place,
-    in buckets during the last backward of a step, without copies of parameters and with few of gradients.
+    FSDP2 is used only for settings that need it: compute formats, offload, shards over ``cp``, and pipeline stages whose
+    gradients are due at different times. Otherwise the stage stays unchanged, and gradients are reduced in place, in buckets
+    during the last backward of a step, without copies of parameters and with copies of only few gradients.
     """
 
     def __init__(self, config: ReplicateConfig) -> None:
@@ -206,7 +206,7 @@ def _units(
     reshard_after_forward: bool | int,
     prefetch: int,
 ) -> list[Unit]:
-    """Units that will be made and have parameters, in the order in which their forwards end.
+    """FSDP2 units with parameters that :func:`wrap` will make, in the order in which their forwards end.
 
     A parameter belongs to the innermost unit around it.
     """
@@ -225,7 +225,7 @@ def _units(
 
 
 def _ignored(stage: nn.Module, config: DataParallelConfig) -> tuple[frozenset[str], dict[str, str]]:
-    """Names of parameters outside of FSDP2, and the patterns that match none, with error messages."""
+    """Names of parameters that match ``ignore``, and an error message for each pattern that matches no parameter."""
     names = [name for name, _ in stage.named_parameters()]
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     unmatched = {
@@ -243,7 +243,7 @@ def _check_formats(
     compute: torch.dtype | None,
     strategy: str,
 ) -> None:
-    """Raise if experts and their inputs have different formats; norms and routers cast their inputs."""
+    """Raise an error if experts and their inputs have different dtypes; norms and routers cast their inputs."""
     names = [f"{bank}.{name}" for bank, module in experts.items() for name, _ in module.named_parameters()]
     for name in names:
         dtype = stage.get_parameter(name).dtype
@@ -288,7 +288,7 @@ def _check_ties(stage: nn.Module, blocks: Mapping[str, nn.Module], strategy: str
 def _reshard_without_backward(
     gathers: Iterable[DirectGather], stage: nn.Module, _inputs: object, _outputs: object
 ) -> None:
-    """Reshard parameters after an evaluation, which has no backward that would do so."""
+    """Reshard parameters after a forward of an evaluation, because no backward follows that would reshard them."""
     if not torch.is_grad_enabled():
         for gather in gathers:
             gather.drop()
@@ -312,7 +312,7 @@ def _prefetch(blocks: list[list[FSDPModule]], forward: int, backward: int) -> No
 
 
 def _windows(blocks: list[list[FSDPModule]], depth: int) -> Iterable[tuple[list[FSDPModule], list[FSDPModule]]]:
-    """Yield the units of each block except the last, and the units to prefetch with it, its own experts first."""
+    """Yield the units of each block except the last, and the units to prefetch with them: the block's experts first."""
     for index, units in enumerate(blocks[:-1]):
         following = blocks[index + 1 : index + 1 + depth]
         yield units, [*units[1:], *(unit for later in following for unit in later)]

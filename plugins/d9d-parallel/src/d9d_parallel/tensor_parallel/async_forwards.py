@@ -15,7 +15,7 @@ from d9d_parallel.tensor_parallel.forwards import first_argument, local_of
 
 
 class HandedProduct:
-    """Product computed ahead for a layer, which takes it if called with the rows it was computed from, once.
+    """Product that is computed in advance for a layer; the layer takes it when called with the rows of the product.
 
     Lent to a :class:`~d9d_core.model.LendsProduct`.
     """
@@ -29,7 +29,7 @@ class HandedProduct:
         self._rows, self._out = rows, out
 
     def __call__(self, rows: Tensor) -> Tensor | None:
-        """Return the product if it is of these rows, otherwise ``None``."""
+        """Return the product once, if it was computed from these rows; otherwise ``None``."""
         if rows is not self._rows:
             return None
         out = self._out
@@ -38,7 +38,7 @@ class HandedProduct:
 
 
 class Column(NamedTuple):
-    """Column-wise layer whose product is computed by the module around it.
+    """Column-wise layer, and the product that the module around it computes for it.
 
     Attributes:
         layer: a :class:`~d9d_core.model.LendsProduct`.

@@ -33,7 +33,7 @@ class AsyncProducts:
         ranks: ranks of ``tp``.
         symmetric: whether the ranks can access each other's memory, see
             :mod:`d9d_parallel.tensor_parallel.symmetric_memory`.
-        in_graphs: whether compiled graphs may use symmetric memory too: only if none runs on another stream.
+        in_graphs: whether compiled graphs may use symmetric memory too; only if all graphs run on one stream.
     """
 
     def __init__(self, ranks: Ranks, *, symmetric: bool, in_graphs: bool = False) -> None:
@@ -108,10 +108,11 @@ class AsyncProducts:
         return micro_pipeline.multiply_scatter(rows, weights, self.ranks, dtype=dtype, besides=besides)
 
     def _fuses(self, rows: Tensor, weights: Sequence[Tensor]) -> bool:
-        """Whether a call uses symmetric memory; all ranks decide alike, because they run the same program.
+        """Whether a call uses symmetric memory. All ranks decide the same, because they run the same program.
 
-        Each group has one set of buffers, so two simultaneous calls would overwrite each other's data: overlapped pairs
-        of a pipeline run on separate streams. While a graph is traced, the stream that will run it is unknown.
+        Each process group has one set of buffers, so two simultaneous calls, as by overlapped pairs of a pipeline on separate
+        streams, would overwrite each other's data. So only calls on the default stream use symmetric memory; compiled graphs,
+        whose stream is unknown while they are traced, use it if ``in_graphs`` is set.
         """
         if not self.symmetric or any(one.dtype != rows.dtype for one in weights):
             return False
@@ -176,8 +177,9 @@ class _Row(torch.autograd.Function):
 class _KeepRow(torch.autograd.Function):
     """First half of :class:`_Row`: saves rows and weight, and computes the weight gradient at the end.
 
-    The recomputation of a checkpointed block ends at the last tensor that the backward needs. These are saved before
-    the product and its exchange, so a layer at the end of a block, as is common, repeats neither.
+    The recomputation of a checkpointed block ends at the last tensor that the backward needs. The tensors for the backward are
+    saved before the product and its exchange, so the recomputation of a block that ends with this layer, as is common, repeats
+    neither.
     """
 
     @staticmethod
@@ -228,14 +230,14 @@ def _weight_gradient(grad: Tensor, rows: Tensor, weight: Tensor, later: _Later, 
 
 
 def _later(weight: Tensor, deferral: Deferral | None) -> _Later:
-    """Deferral, if it takes the weight gradient now; a compiled graph computes all gradients at once."""
+    """Deferral and the weight's gradient edge if the weight gradient is deferred; ``None`` otherwise and in compiled graphs."""
     if deferral is None or not deferral.wanted or torch.compiler.is_compiling():
         return None
     return (deferral, get_gradient_edge(weight)) if weight.requires_grad and torch.is_grad_enabled() else None
 
 
 def _reason(rows: Tensor, later: Sequence[_Later]) -> Tensor | None:
-    """Input that makes autograd run a backward which only deferred weight gradients need."""
+    """Empty tensor that requires a gradient, so that autograd runs a backward that only deferred weight gradients need."""
     if rows.requires_grad or not any(one is not None for one in later):
         return None
     return rows.new_empty(0).requires_grad_()

@@ -27,7 +27,7 @@ class RankSum:
 
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> Tensor:
-        """All-reduce a copy; the same shape on all ranks. Collective over the ranks."""
+        """Return the sum of the ranks' tensors, which have one shape; the argument is unchanged. Collective over the ranks."""
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self._ranks.group)
         return total
@@ -72,7 +72,7 @@ def gather(tensor: Tensor, ranks: Ranks, *, summed: bool, dim: int = 1) -> Tenso
 
 
 def scatter_sum(tensor: Tensor, ranks: Ranks, *, dim: int = 1) -> Tensor:
-    """Reduce-scatter partial sums: each rank gets its part along a dim. Collective, in forward and backward.
+    """Reduce-scatter partial sums: each rank gets its part of the sum along a dim. Collective, in forward and backward.
 
     Args:
         tensor: partial sum of this rank; the same shape on all ranks.
@@ -88,7 +88,7 @@ def scatter_sum(tensor: Tensor, ranks: Ranks, *, dim: int = 1) -> Tensor:
 
 
 def check_divides(positions: int, ranks: Ranks) -> None:
-    """Raise if positions cannot be divided evenly over the ranks.
+    """Raise an error if positions cannot be divided evenly over the ranks.
 
     Raises:
         ValueError: the number of ranks does not divide the positions.

@@ -1,7 +1,7 @@
 """Forwards of modules whose parameters are shards, or whose inputs are a rank's own positions.
 
-Each replaces ``module.forward``, so neither the module tree nor any parameter name changes. They are classes, not
-closures, because deep copies of a module must compute with their own parameters.
+Each class replaces ``module.forward``, so neither the module tree nor any parameter name changes. They are not closures,
+because deep copies of a module must compute with their own parameters.
 
 Shapes: B samples, S positions, R ranks, H features.
 """
@@ -73,7 +73,7 @@ class RowForward(LocalShards):
 
 
 class OwnHeads:
-    """Selects this rank's head from a weight of all heads.
+    """Function that selects this rank's head from a weight of all heads.
 
     Args:
         heads: number of heads, less than the number of ranks.
@@ -84,7 +84,7 @@ class OwnHeads:
         self.heads, self.ranks = heads, ranks
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """Rows of this rank's head, [features of a head, ...], of a weight [features of all heads, ...]."""
+        """Select the rows of this rank's head, [features of a head, ...], from a weight [features of all heads, ...]."""
         whole: Tensor = local_of(weight)
         return whole.chunk(self.heads)[self.ranks.rank * self.heads // self.ranks.size]
 
@@ -103,7 +103,7 @@ class OwnHeadsForward(LocalShards):
         self.own = OwnHeads(heads, ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute one head."""
+        """Compute the output of this rank's head."""
         parameters = self.module._parameters.items()  # noqa: SLF001 - named_parameters() takes longer, in each call
         mine: dict[str, Tensor | None] = {name: self.own(tensor) for name, tensor in parameters if tensor is not None}
         return self.with_parameters(mine, *args, **kwargs)
@@ -124,7 +124,7 @@ class EmbeddingForward(LocalShards):
         self.first, self.vocabulary, self.ranks = first, vocabulary, ranks
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Look up the tokens of the share, and reduce-scatter.
+        """Look up the tokens whose ids are in this rank's share of the vocabulary, and reduce-scatter the features.
 
         Raises:
             IndexError: a token is not in the vocabulary. On a GPU its features are NaN instead, to avoid a
@@ -178,7 +178,7 @@ class WholeSequence:
         self.ranks, self.summed = ranks, summed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather, and call the forward.
+        """Gather the first argument, and call the module's forward.
 
         Raises:
             ValueError: a module that computes the same on all ranks got a parameter that is split over them.
@@ -207,7 +207,7 @@ class GatheredSequence(WholeSequence):
         super().__init__(module, ranks, summed=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather, call the forward, and cut its output."""
+        """Gather the first argument, call the module's forward, and return this rank's positions of its output."""
         out = super().__call__(*args, **kwargs)
         first = out[0] if isinstance(out, tuple) else out
         own = first.chunk(self.ranks.size, dim=1)[self.ranks.rank].contiguous()

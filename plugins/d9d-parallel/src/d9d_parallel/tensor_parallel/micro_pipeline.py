@@ -1,4 +1,4 @@
-"""Matrix products divided into the parts of the ranks, so that one part is sent while another is multiplied.
+"""Matrix products divided into one part per rank, so that one part is sent while another part is multiplied.
 
 Each part is sent to its rank at once, instead of all parts in one collective (Wang et al. 2023, "Overlap Communication
 with Dependent Computation via Decomposition", section 5.1): in each turn, an all-to-all, every rank sends to one other
@@ -60,7 +60,7 @@ def multiply_scatter(
         weights: [O, I] each; the products with their rows are summed.
         ranks: ranks in the order of the parts.
         dtype: dtype of the sums over products and over ranks.
-        besides: [B, S, O] in that dtype, to add to the sum of products.
+        besides: [B, S, O] in ``dtype``, added to the sum of products.
 
     Returns:
         Function that waits for the other ranks' parts and returns the sum over all ranks [B, S / R, O], added in the
@@ -134,7 +134,7 @@ def _multiply(rows: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor]) -
 
 
 def _add_product(total: Tensor | None, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add the product of rows [tokens, I] and a weight to a total [tokens, O], if there is one."""
+    """Multiply rows [tokens, I] by a weight, and add the product to a total [tokens, O] if one is given."""
     if total is not None and dtype == rows.dtype:
         return torch.addmm(total, rows, weight.t())
     product = rows.mm(weight.t()).to(dtype)

@@ -1,9 +1,9 @@
 """Strategy ``tensor_parallel``, with sequence parallelism.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3: matrices of attention and feed-forward are split by columns, then rows.
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2: between them
-each rank holds S / tp positions, so that norms and the residual stream are split too; instead of an all-reduce, there
-is an all-gather before and a reduce-scatter after them.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2: between attention and
+feed-forward each rank holds S / tp positions, so that norms and the residual stream are split too; instead of an all-reduce,
+there is an all-gather before and a reduce-scatter after attention and feed-forward.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TensorParallel:
 
 
 class _Split:
-    """Split of one stage in progress.
+    """Builder that splits one stage, module by module.
 
     Args:
         mesh: mesh of ``tp``.
@@ -156,7 +156,7 @@ class _Split:
             self._site(name, "all_gather", "reduce_scatter", features, in_turns=bool(lent))
 
     def _lent(self, owner: nn.Module, child_name: str, heads: int | None) -> Column | None:
-        """Column-wise layer whose product is computed while its rows are gathered; ``None`` if not possible."""
+        """Column-wise layer prepared so that its product is computed while its rows are gathered; ``None`` if not possible."""
         child = owner.get_submodule(child_name)
         if self.products is None or not isinstance(child, LendsProduct) or _terms("", child, "in_scale"):
             return None
@@ -273,7 +273,7 @@ class _Split:
         self.communication.sites.append(Site(name, forward, backward, features, in_turns))
 
     def _alone(self, name: str, child: nn.Module) -> None:
-        """Record the communication of a module that got ranks to communicate with."""
+        """Record that a module, which was given ranks, communicates itself."""
         if isinstance(child, CommunicatesAlone):
             self.communication.alone[name] = child
         else:
@@ -288,7 +288,7 @@ class _Split:
             shard(child, "bias", self.mesh, 0)
 
     def check(self, stage: nn.Module, shared: Iterable[Sequence[str]]) -> None:
-        """Raise if a parameter of the stage is in no tensor-parallel plan, or if several modules had it."""
+        """Raise an error if a parameter of the stage is in no tensor-parallel plan, or if several modules share it."""
         for names in shared:
             if any(self._style(name) in _SPLIT for name in names):
                 raise BuildError(
@@ -305,7 +305,7 @@ class _Split:
                 )
 
     def gradients(self, stage: nn.Module) -> Iterator[GradientOwner]:
-        """Owners of the reductions over ``tp``: none for shards, and none for gradients that are equal on all ranks."""
+        """Owner of each parameter's reduction over ``tp``; ``none`` for shards and for gradients that are equal on all ranks."""
         for name, parameter in stage.named_parameters():
             whole = isinstance(parameter, DTensor) or self._style(name) is TensorStyle.WHOLE
             yield GradientOwner(name, "tp", "none" if whole else "sync")
@@ -321,7 +321,7 @@ class _Split:
 
 
 def _shared(stage: nn.Module) -> list[list[str]]:
-    """Names of each parameter that several modules have."""
+    """All names of each parameter that several modules share."""
     names: dict[int, list[str]] = {}
     for name, parameter in stage.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -334,7 +334,7 @@ def _replace(module: nn.Module, forward: LocalShards | WholeSequence | AsyncColu
 
 
 def _terms(name: str, layer: nn.Module, *which: TermKind) -> dict[str, nn.Module]:
-    """Submodules of a linear layer of some kinds, such as LoRA matrices, by qualified name."""
+    """Submodules of a linear layer with the given kinds of terms, such as LoRA matrices, by qualified name."""
     terms = layer.tensor_parallel_terms() if isinstance(layer, HasLinearTerms) else {}
     return {_join(name, term): layer.get_submodule(term) for term, kind in terms.items() if kind in which}
 

@@ -1,8 +1,8 @@
 """Matrix products fused with collectives, over memory that the GPUs of a node read from each other.
 
-The GPUs' copy engines make the copies, which leaves the multiprocessors to the products. All code that depends on the
-version of torch is here; tests pin the names and signatures in use. No multicast: the operators use it only for
-all-gathers that do not return the rows.
+The GPUs' copy engines make the copies, which leaves the multiprocessors to the products. All code for symmetric memory that
+depends on the version of torch is in this module; tests check the names and signatures in use. Multicast is not used: the
+operators use it only for all-gathers that do not return the rows.
 
 Shapes: B samples, S positions, R ranks, I features in, O features out.
 """
@@ -25,7 +25,7 @@ from d9d_parallel.ranks import Ranks
 def is_usable(ranks: Ranks, device: torch.device) -> bool:
     """Whether all ranks are on GPUs of one node that can access each other's memory. Collective over the ranks.
 
-    The result is the same on all ranks. A simulated world has no such memory.
+    The result is the same on all ranks, and false in a simulated world.
     """
     if device.type != "cuda" or ranks.size == 1 or dist.get_backend(ranks.group) == "fake":
         return False
@@ -92,7 +92,7 @@ def _memory(ranks: Ranks, device: torch.device) -> Tensor | None:
 
 
 def _met(memory: Tensor, ranks: Ranks) -> bool:
-    """Whether this rank can access the memory of the others. Collective."""
+    """Whether this rank can access the memory of all other ranks. Collective over the ranks."""
     from torch.distributed import _symmetric_memory as symmetric
 
     module: Any = symmetric

@@ -22,7 +22,7 @@ class Row:
     Attributes:
         name: name of the schedule.
         simulation: simulation of a step; ``None`` if the schedule has none.
-        limit: memory limit of a rank, in microbatches through all its stages.
+        limit: memory limit of a rank, in units of the activations of one microbatch in all stages of the rank.
         stages: number of stages on each rank.
         problem: reason why there is no simulation.
     """
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def too_large(self) -> bool:
-        """Whether a rank would hold more than ``limit``."""
+        """Whether a rank would hold more activations than ``limit``."""
         return self.simulation is not None and self.limit is not None and max(self.simulation.peak_live) > self.limit
 
     @property
@@ -52,13 +52,13 @@ class Row:
         return False, self.too_large, time, max(self.simulation.peak_live), self.name
 
     def facts(self) -> dict[str, Any]:
-        """Numbers of the row for JSON."""
+        """Simulated numbers of the row's schedule, for JSON."""
         facts = {"schedule": self.name, "stages_per_rank": self.stages, "note": self.note}
         return facts | (summary(self.simulation) if self.simulation else {})
 
 
 def summary(simulation: Simulation) -> dict[str, Any]:
-    """Numbers of a step for JSON."""
+    """Numbers of a simulated step, for JSON."""
     return {
         "time": simulation.makespan,
         "bubble": simulation.bubble,

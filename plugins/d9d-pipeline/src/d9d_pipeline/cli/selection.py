@@ -76,7 +76,7 @@ def by_name(registry: Registry, name: str, overrides: Sequence[str]) -> Selected
 
 
 def from_job(path: str, overrides: Sequence[str], files: Sequence[Path]) -> SelectedSchedule:
-    """Select the schedule of a job file, at the size of its mesh and batch.
+    """Select the schedule of a job file, with the numbers of ranks and microbatches of its mesh and batch.
 
     Raises:
         JobError: the file is invalid, or names no schedule.

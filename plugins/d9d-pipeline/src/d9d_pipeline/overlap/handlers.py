@@ -42,7 +42,7 @@ class OverlapHandlers:
         self._pair_runner = PairRunner(runner.stages, device)
 
     def on_stream(self, action: Action, state: StepState) -> None:
-        """Run one action on the stream of its stage."""
+        """Run one action (except a pair) on the CUDA stream of its stage."""
         if self._streams.join not in state.ends:
             self._streams.fork()
             state.ends.append(self._streams.join)
@@ -55,7 +55,7 @@ class OverlapHandlers:
             self._cross(state.gradients, action, action.stage - 1)
 
     def overlap(self, action: Action, state: StepState) -> None:
-        """Run a forward and a backward at the same time."""
+        """Run the forward and the backward of an overlapped pair at the same time."""
         assert isinstance(action, Overlap)
         forward, backward = action.forward, action.backward
         self._pair_runner.run(partial(self.on_stream, forward, state), partial(self.on_stream, backward, state))

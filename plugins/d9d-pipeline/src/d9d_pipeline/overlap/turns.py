@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Side(Enum):
-    """Sides of a pair. The forward begins."""
+    """Sides of an overlapped pair: the forward, which begins, and the backward."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -22,7 +22,7 @@ class Side(Enum):
 
 
 class AbortedError(BaseException):
-    """Failure of the other side. Not an ``Exception``, so that no handler on the way out catches it."""
+    """Raised in one side of a pair after the other side failed. Not an ``Exception``, so that no ``except`` catches it."""
 
 
 class Turns:

@@ -1,4 +1,4 @@
-"""Yield points: places in a model where a forward or a backward lets the other side of its pair run.
+"""Yield points: points in a model where a forward or a backward lets the other side of its overlapped pair run.
 
 While no pair runs, a yield point costs one attribute access. No yield point is inside a graph of ``torch.compile``.
 """
@@ -52,8 +52,8 @@ class BlockHook:
 
     Args:
         points: yield points of the rank.
-        forward: whether a forward yields here. Blocks with yield points inside do not, so that both directions have the
-            same number of points and corresponding parts of both sides meet.
+        forward: whether a forward yields at this block. It does not at blocks with yield points inside, so that forward and
+            backward have the same number of yield points, and corresponding parts of both run together.
     """
 
     def __init__(self, points: YieldPoints, *, forward: bool) -> None:
@@ -61,7 +61,7 @@ class BlockHook:
         self._forward = forward
 
     def __call__(self, _block: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Yield in a forward, and register a yield in the backward."""
+        """Yield if a forward yields at this block, and register a yield for the backward."""
         if self._forward:
             self._points.forward()
         if torch.is_grad_enabled():
@@ -96,7 +96,7 @@ class HookedCompiledCall:
 def add_block_hook(block: nn.Module, hook: BlockHook) -> Remove:
     """Call ``hook`` before all other hooks when the block is called, including FSDP2's. In place.
 
-    In the backward it therefore runs after them, when FSDP2 has begun to reduce the block's gradients.
+    In the backward, ``hook`` therefore runs after the other hooks, when FSDP2 has begun to reduce the block's gradients.
 
     Returns:
         Function that removes the hook.

@@ -57,12 +57,12 @@ class ForeignWeights:
         return sum(self._sizes.values()) > self._least
 
     def is_late(self, leaf: Tensor) -> bool:
-        """Whether ``leaf`` is one of these matrices, so that its gradient may be deferred."""
+        """Whether a leaf tensor is one of the foreign matrices, so that its gradient may be deferred."""
         known, name = self._leaves.get(id(leaf), (None, ""))
         return known is leaf and name in self._sizes
 
     def at_once(self, leaves: Sequence[Tensor]) -> None:
-        """Exclude matrices whose gradients cannot be deferred."""
+        """Exclude foreign matrices whose gradients cannot be deferred and are computed at once."""
         for leaf in leaves:
             self._sizes.pop(self._leaves[id(leaf)][1], None)
 
@@ -88,7 +88,7 @@ class ForeignWeights:
 
 
 def _unit_of(stage: nn.Module, path: str) -> dict[str, FSDPModule]:
-    """Name and FSDP2 unit that gathers a module's parameters; empty if there is none."""
+    """Name and module of the FSDP2 unit that gathers a module's parameters; empty if there is none."""
     parts = path.split(".")
     for length in range(len(parts), -1, -1):
         name = ".".join(parts[:length])

@@ -1,8 +1,9 @@
 """Division of an autograd graph into nodes for input gradients and nodes for deferred weight gradients only.
 
-A node is *on the way* if it is needed for gradients due in the input phase: of inputs, and of all parameters that are
-not late. A *branching* node is on the way and also has children that lead to late parameters only. Each such late side
-is reached through branching nodes, or begins at an output itself.
+A *late* parameter is one whose gradient is deferred. A node is *on the way* if it is needed for gradients due in the input
+phase: gradients of inputs, and of all parameters that are not late. A *branching* node is on the way and also has children that
+lead to late parameters only. The subgraph of such children, a *late side*, is reached through branching nodes, or begins at an
+output itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class LateSide:
     Attributes:
         branching: nodes on the way that have children in this side.
         roots: indices of the roots that are part of this side.
-        parameters: late parameters at its end.
+        parameters: late parameters at the end of the subgraph.
     """
 
     branching: list[Node] = field(default_factory=list)
@@ -37,7 +38,8 @@ class DividedGraph:
 
     Attributes:
         due: leaf tensors with gradients due in the input phase.
-        at_once: candidates among ``due``, because a custom Function computes their gradients together with others.
+        at_once: candidates for a late gradient that are in ``due``, because a custom Function computes their gradients together
+            with others.
         sides: late sides, approximately in the order in which a backward reaches them.
     """
 
@@ -94,7 +96,7 @@ class _Sides:
         self._numbers = count()
 
     def side_with(self, nodes: set[Node]) -> LateSide:
-        """Late side of ``nodes``, merged from all sides that contain one of them."""
+        """Late side that contains ``nodes``, merged from all sides that contain one of these nodes."""
         known = {node for node in nodes if node in self._side_of}
         side, number = LateSide(), next(self._numbers)
         for old in sorted({self._side_of[node] for node in known}):

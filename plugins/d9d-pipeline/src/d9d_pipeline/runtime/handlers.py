@@ -15,7 +15,7 @@ from d9d_pipeline.runtime.transfers import Transfers
 
 
 def handlers(config: PluginConfig, runner: StageRunner) -> Mapping[type[Action], Handler]:  # noqa: ARG001
-    """Handlers of a rank, for any schedule. Collective over the ranks along ``pp``.
+    """Handlers of all pipeline actions on a rank, for any schedule. Collective over the ranks along ``pp``.
 
     Args:
         config: config of the schedule.
@@ -45,7 +45,7 @@ class SequentialPairs:
         self._handlers = handlers
 
     def overlap(self, action: Action, state: StepState) -> None:
-        """Run the forward, then the backward."""
+        """Run the forward of a pair, then its backward."""
         assert isinstance(action, Overlap)
         for part in (action.forward, action.backward):
             self._handlers[type(part)](part, state)
@@ -66,7 +66,7 @@ class SplitBackwardHandlers:
         }
 
     def handlers(self) -> dict[type[Action], Handler]:
-        """Handler of each kind of computation; ops defer weight gradients only for backwards in two phases."""
+        """Handler of each type of computation; ops defer weight gradients only in split backwards."""
         return {
             Forward: self.forward,
             Backward: self.backward,

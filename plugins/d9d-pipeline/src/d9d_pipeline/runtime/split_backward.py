@@ -21,7 +21,7 @@ class WeightPhase:
     Args:
         deferred: weight gradients deferred by ops.
         sides: functions of the graph walk, one per late side.
-        foreign: foreign weights that these functions compute gradients for.
+        foreign: foreign weights for which these functions compute gradients.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class WeightPhase:
         self._foreign = foreign
 
     def run(self) -> None:
-        """Run the weight phase, once. Afterwards ``.grad`` of all parameters is as after a whole backward."""
+        """Run the weight phase; call it once. Afterwards ``.grad`` of all parameters is the same as after a whole backward."""
         self._deferred.run()
         if self._foreign is not None:
             with self._foreign.unsharded():
@@ -68,7 +68,7 @@ class SplitBackward:
         self._foreign = ForeignWeights(stage, self._deferral, whole)
 
     def expect(self, split: bool) -> None:
-        """Set whether ops defer weight gradients from now on, until the next call."""
+        """Set whether ops defer weight gradients, until the next call of this method."""
         self._deferral.wanted = split
 
     def backward(self, roots: Roots, gradients: Sequence[Tensor | None]) -> None:
@@ -83,7 +83,7 @@ class SplitBackward:
             torch.autograd.backward(edges, seeds)
 
     def inputs(self, roots: Roots, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> WeightPhase:
-        """Run the input phase. Afterwards ``.grad`` of the leaves is as after a whole backward.
+        """Run the input phase. Afterwards ``.grad`` of the leaves is the same as after a whole backward.
 
         Args:
             roots: tensors or edges at which the backward starts; roots that need no gradient are skipped.

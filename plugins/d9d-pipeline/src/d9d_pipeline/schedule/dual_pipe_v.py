@@ -13,9 +13,9 @@ from d9d_pipeline.schedule.units import check
 
 
 def dual_pipe_v(ranks: int, microbatches: int) -> Sequence[Program]:
-    """DualPipeV: DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) cut in half to a V.
+    """DualPipeV: half of the schedule DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1), with stages placed in a V.
 
-    The V is described at github.com/deepseek-ai/DualPipe. Takes at least ``2 * ranks`` microbatches.
+    DualPipeV is described at github.com/deepseek-ai/DualPipe. It needs at least ``2 * ranks`` microbatches.
     """
     check("dual_pipe_v", ranks, microbatches, least=2 * ranks)
     return insert_transfers([_order(rank, ranks, microbatches) for rank in range(ranks)], vee(ranks))

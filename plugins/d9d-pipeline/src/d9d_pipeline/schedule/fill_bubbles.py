@@ -1,4 +1,4 @@
-"""Weight gradients moved into the bubbles of an order of computation."""
+"""Pass over orders of computation that moves weight gradients into the bubbles (idle times)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d9d_pipeline.schedule.ideal_timing import ideal_starts
 def fill_bubbles(orders: Sequence[Sequence[Action]]) -> list[list[Action]]:
     """Fill bubbles: move weight gradients to where a rank would wait; all other actions keep their order.
 
-    Activations are held longer, so there must be memory for all of them.
+    Activations are held until their weight gradients are computed, so there must be memory for all microbatches.
 
     Args:
         orders: computation of each rank, with every backward split in two halves.

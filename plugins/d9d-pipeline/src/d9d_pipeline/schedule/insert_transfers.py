@@ -30,10 +30,10 @@ def insert_transfers(orders: Sequence[Iterable[Action]], placement: Placement) -
     """Insert transfers: add sends, receives and reductions to the orders of computation of all ranks.
 
     - A tensor is sent right after the action that computes it.
-    - Memory for it is offered (the receive) at the expected time of the send, and at the latest one computation before
-      the tensor is needed, so that it can arrive while the rank computes. It is offered earlier if a tensor sent later
-      is needed sooner, because both ranks must keep one order.
-    - A stage reduces right after its last gradients.
+    - It is received (memory for it is offered) at the expected time of the send, and at the latest one computation before it is
+      needed, so that it can arrive while the rank computes. It is received earlier if a tensor that is sent later is needed
+      sooner, because both ranks must transfer tensors in the same order.
+    - A stage reduces its gradients right after the last of them is computed.
 
     Neighbouring stages of one rank hand tensors over without sending them.
 
@@ -62,7 +62,7 @@ def insert_transfers(orders: Sequence[Iterable[Action]], placement: Placement) -
 
 
 def just_in_time(programs: Sequence[Program]) -> list[set[Action]]:
-    """Receives of each rank whose tensors are expected to arrive no sooner than they are needed.
+    """Receives of each rank whose tensors are not expected to arrive before they are needed.
 
     Posting these receives earlier is not expected to save time.
     """

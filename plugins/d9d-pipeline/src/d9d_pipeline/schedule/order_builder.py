@@ -51,7 +51,7 @@ class OrderBuilder:
         self._open.append((stage, microbatch))
 
     def weight_backward(self) -> None:
-        """Append the weight gradients that were deferred first, on any stage; nothing if none are deferred."""
+        """Append the weight gradients that were deferred first on any stage; do nothing if none are deferred."""
         if self._open:
             self._weights(*self._open.popleft())
 

@@ -14,6 +14,6 @@ def loop(ranks: int, stages_per_rank: int) -> Placement:
 def vee(ranks: int) -> Placement:
     """Placement of two stages on each rank, from first to last rank and back: with 2 ranks (0, 3) and (1, 2).
 
-    The first and the last stage share a rank, and therefore tied embeddings do.
+    The first and the last stage are on one rank, so the copies of a tied embedding are on one rank too.
     """
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))

@@ -1,4 +1,4 @@
-"""Checks of arguments, and orders of stages and microbatches, that the schedules share."""
+"""Functions shared by the schedules: checks of arguments, and orders of stages and microbatches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Unit = tuple[int, int]
 
 
 def check(name: str, ranks: int, microbatches: int, least: int = 1) -> None:
-    """Raise if a schedule does not support some numbers of ranks and microbatches.
+    """Raise an error if a schedule does not support the numbers of ranks and microbatches.
 
     Raises:
         ValueError: there are no ranks or too few microbatches; the message says how many are needed.

@@ -21,7 +21,7 @@ class Costs:
         forward: time of a forward of one microbatch.
         backward: time of a whole backward: both of its halves.
         weight: time of the weight gradients alone; input gradients take the rest of ``backward``.
-        transfer: time of one tensor from one rank to another, once both sides are ready.
+        transfer: time to transfer one tensor from one rank to another, once both ranks are ready.
         overlap: hidden fraction of the shorter half of an overlapped pair: 0 runs the halves one after another, 1 at
             the same time.
         memory: size of the activations of one microbatch, in any unit.
@@ -89,7 +89,7 @@ class Costs:
 
 
 def of_stages(value: PerStage, index: ProgramIndex, name: str) -> list[float]:
-    """Cost of each stage.
+    """Cost of each stage, from one cost for all stages of a rank together or a list with one cost per stage.
 
     Raises:
         ValueError: the number of costs is not the number of stages.

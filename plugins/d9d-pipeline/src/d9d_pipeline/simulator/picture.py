@@ -148,7 +148,7 @@ def _number(boxes: Sequence[Box], axis: Any, places: Mapping[int, int], depth: i
 
 
 def _looks(kinds: set[type[MicrobatchAction]], depth: int) -> dict[str, str]:
-    """Legend: name -> colour of the middle stage, for each kind of computation that occurs, and of idle time."""
+    """Legend of the picture: name -> colour, for each kind of computation that occurs and for idle time."""
     middle = (depth - 1) // 2
     return {
         **{name: _colour(kind, middle, depth) for kind, (name, _, _) in _COLOURS.items() if kind in kinds},

@@ -27,7 +27,7 @@ class Simulation:
 
     Attributes:
         peak_live: rank -> most activations held at any time; 1 is one microbatch through all stages of a rank.
-        inbox: rank -> most tensors whose memory is offered but which are not used yet.
+        inbox: rank -> largest number of tensors that have a posted receive and that no computation has used yet.
     """
 
     peak_live: Sequence[float]

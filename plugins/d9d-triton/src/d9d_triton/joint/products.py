@@ -28,11 +28,11 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 @torch.library.custom_op("d9d_triton::joint_rows_gradient", mutates_args=())
 def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
-    """Gradient of rows that several weights project, in one product.
+    """Gradient of the rows of several projections, computed in one product with the concatenated weights.
 
     Args:
         grad: [R, F], gradients of all outputs, concatenated.
-        weights: [..., H], F rows together.
+        weights: [..., H] each; together they have F rows.
 
     Returns:
         [R, H].

@@ -1,9 +1,9 @@
 """Backend of the op ``swiglu``: one product for the gradient of the input, one for the gate and up weight gradients.
 
-Between the products there are two passes over memory, one in the forward and one in the backward. The backward pass
-writes the gradients of gate and up into one tensor, which one product reads, and recomputes the gated activations, so
-that they are not kept. So no pass adds two gradients of the input, and the products are as large as the products of one
-fused projection, although the weights remain two parameters.
+Between its matrix products, the backend makes two passes over memory, one in the forward and one in the backward. The backward
+pass writes the gradients of gate and up into one tensor, which one product reads, and recomputes the gated activations, so that
+they are not kept. So no pass adds two gradients of the input, and the products are as large as the products of one fused
+projection, although the weights remain two parameters.
 
 Shapes: R rows, H features, I features inside, ``...`` any leading dims.
 """
@@ -44,20 +44,20 @@ class TorchProducts:
     """Products of the joint SwiGLU computed by torch."""
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """See :class:`Products`."""
+        """Compute ``rows @ weight.T``, see :class:`Products`."""
         return rows.mm(weight.t())
 
     def rows_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """See :class:`Products`."""
+        """Compute ``grad @ weight``, see :class:`Products`."""
         return grad.mm(weight)
 
     def joint_rows_gradient(self, grad: Tensor, weights: list[Tensor]) -> Tensor:
-        """See :class:`Products`."""
+        """Compute the gradient of rows of several weights, see :class:`Products`."""
         found: Tensor = joint_rows_gradient(grad, weights)
         return found
 
     def weight_gradient(self, grad: Tensor, rows: Tensor) -> Tensor:
-        """See :class:`Products`."""
+        """Compute ``grad.T @ rows``, see :class:`Products`."""
         return grad.t().mm(rows)
 
 

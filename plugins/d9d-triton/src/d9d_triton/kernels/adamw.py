@@ -196,7 +196,7 @@ def _update_block(
 
 @triton.jit
 def _folded(key):
-    """Fold the int64 generator state to 32 bits, see :func:`d9d_optim.optimizer.rounding.hashed`."""
+    """Fold the int64 state of a random generator to 32 bits, see :func:`d9d_optim.optimizer.rounding.hashed`."""
     return _mix(_mix(key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
 
 

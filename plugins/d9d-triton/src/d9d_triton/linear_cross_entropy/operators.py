@@ -48,8 +48,8 @@ def token_losses(
         rows: largest C for tokens whose logits are not kept.
         kept: K, counted from the first token.
         ranked: whether to count ranks.
-        cast_from: [V, H], the wider tensor that ``weight`` was cast from. It then receives the gradient, in its own
-            dtype as the product accumulates it; rounding the gradient and casting it back would take an extra pass.
+        cast_from: [V, H], the tensor of a wider dtype from which ``weight`` was cast. If given, it receives the gradient
+            instead of ``weight``, in its own dtype, without rounding to the dtype of ``weight`` and casting back.
 
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [K, P].

@@ -48,7 +48,7 @@ def parts_of(tokens: int, kept: Tensor, rows: int, tile: int = _TILE) -> list[tu
         tokens: T.
         kept: memory for the logits of the first K tokens [K, P], which form one chunk.
         rows: largest size of another chunk, in tokens.
-        tile: chunks larger than this are rounded up to a multiple of it.
+        tile: a chunk with more tokens than ``tile`` is rounded up to a multiple of ``tile``.
     """
     parts = [(slice(0, len(kept)), kept)] if len(kept) else []
     rest = tokens - len(kept)
@@ -95,7 +95,7 @@ def differentiate(
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``total + a @ b`` in ``dtype``, which may be wider than the operands; in place if there is a ``total``."""
+    """Return ``total + a @ b`` in ``dtype``, which may be wider than the operands; in place if ``total`` is given."""
     if dtype == a.dtype:
         return a @ b if total is None else torch.addmm(total, a, b, out=total)
     if a.is_cuda:  # cuBLAS accumulates into the wide dtype

@@ -1,9 +1,8 @@
 """Torch operators of the loss in chunks of the vocabulary: products by torch, passes over the logits by Triton.
 
-The forward computes the logits of one chunk after the other and keeps only three numbers for each token: the largest
-logit, the sum of exponentials, and the target's logit. So the backward recomputes the logits, but can overwrite a
-chunk's logits with their gradient, and computes the chunk's rows of the weight gradient in one product each, which
-accumulates in float32.
+The forward computes the logits of one chunk after the other and keeps only three numbers for each token: the largest logit, the
+sum of exponentials, and the target's logit. The backward recomputes the logits of each chunk, overwrites them with their
+gradient, and computes the chunk's rows of the weight gradient in one product, which accumulates in float32.
 
 Shapes: T tokens, H features, V vocabulary size, W vocabulary entries of a chunk, P columns of logits in memory. An
 output that is not needed has no elements.
@@ -165,7 +164,7 @@ token_losses_by_words.register_autograd(_backward, setup_context=_keep)
 
 
 def _even(words: int, size: int) -> int:
-    """W for V vocabulary entries: two halves instead of a large chunk and a tiny one."""
+    """Chunk size W for V vocabulary entries: two halves instead of a large chunk and a tiny chunk."""
     if size >= words:
         return words
     even = -(-words // -(-words // size))
