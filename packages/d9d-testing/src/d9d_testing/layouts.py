@@ -57,8 +57,8 @@ class Harness:
         Args:
             layouts: layouts to measure, each with one or more ranks.
             fault: ``file.py:function``, called with each job on every rank before it is built.
-            guides: for each layout, a measurement whose gradients the layout's optimizer gets instead of its own gradients, so
-                that every step starts from the same weights.
+            guides: for each layout, a measurement whose gradients the layout's optimizer gets instead of its own
+                gradients, so that every step starts from the same weights.
             elsewhere: whether to vary the rounding of results, as a correct run on another machine might.
         """
         found: dict[int, Measurement] = {}

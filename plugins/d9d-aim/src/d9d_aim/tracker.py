@@ -56,7 +56,7 @@ class AimTracker:
         return AimRun(opened)
 
     def _continued(self, repo: aim.Repo, place: str, run_hash: str) -> aim.Run | None:
-        """Open the run with the saved hash; ``None`` if the run is lost and the config asks for a new run (``lost_run: new``)."""
+        """Open the run with the saved hash; ``None`` if the run is lost and the config has ``lost_run: new``."""
         try:
             # The lock is left from a process that died: d9d itself does not let two processes continue one job.
             return self._run(repo, run_hash=run_hash, force_resume=True)

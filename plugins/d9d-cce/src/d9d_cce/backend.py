@@ -26,8 +26,9 @@ def build_filtered(_signature: OpSignature) -> CutCrossEntropy:
 class CutCrossEntropy:
     """Cut Cross-Entropy (CCE) backend of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
-    The library's own function first searches for tokens without a target, which makes the host wait for the device. So this
-    backend calls the library's internal functions with all tokens: tokens without a target cost as much as other tokens.
+    The library's own function first searches for tokens without a target, which makes the host wait for the device. So
+    this backend calls the library's internal functions with all tokens: tokens without a target cost as much as other
+    tokens.
 
     Args:
         filtered: skip the gradient of a tile of logits if all its probabilities are below a threshold (section 4.3 of

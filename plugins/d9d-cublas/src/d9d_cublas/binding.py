@@ -151,7 +151,7 @@ class Functions:
         return Settings(**found)
 
     def configure(self, algo: Algo, settings: Settings) -> None:
-        """Write the settings that differ from the algorithm's; the library refuses attributes that the algorithm lacks."""
+        """Write settings that differ from the algorithm's; the library refuses attributes that the algorithm lacks."""
         before = self.settings(algo)
         for name, (attribute, ctype) in _ATTRIBUTES.items():
             wanted = getattr(settings, name)

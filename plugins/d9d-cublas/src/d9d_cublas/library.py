@@ -148,6 +148,6 @@ class Library:
             )
 
     def _all(self, description: Description) -> tuple[Any, Any, Any, Any]:
-        """Matrix descriptors A, B, C and D of the library's call; C is not used, so the descriptor of D is passed for it."""
+        """Matrix descriptors A, B, C and D of the library's call; C is not used, and gets the descriptor of D."""
         a, b, d = description.matrices
         return a, b, d, d

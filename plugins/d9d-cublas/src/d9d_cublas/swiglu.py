@@ -1,6 +1,7 @@
 """Backend ``cublas`` of the op ``swiglu``: d9d-triton's backend with products by the measured algorithms.
 
-As in d9d-triton, gate and up share their products in the backward, so a layer has six products for which algorithms are chosen.
+As in d9d-triton, gate and up share their products in the backward, so a layer has six products for which algorithms are
+chosen.
 """
 
 from __future__ import annotations

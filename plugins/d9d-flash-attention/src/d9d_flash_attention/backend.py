@@ -41,17 +41,17 @@ class Attend(Protocol):
 
 
 def build_2(signature: OpSignature) -> FlashAttention:
-    """Build the backend by FlashAttention 2 (module ``flash_attn``), for the window and documents of the signature."""
+    """Build the backend by FlashAttention 2 (``flash_attn``), for the signature's window and documents."""
     return _build(signature, ByFunctions("flash_attn"))
 
 
 def build_3(signature: OpSignature) -> FlashAttention:
-    """Build the backend by FlashAttention 3 (module ``flash_attn_interface``), for the window and documents of the signature."""
+    """Build the backend by FlashAttention 3 (``flash_attn_interface``), for the signature's window and documents."""
     return _build(signature, ByFunctions("flash_attn_interface"))
 
 
 def build_4(signature: OpSignature) -> FlashAttention:
-    """Build the backend by FlashAttention 4 (module ``flash_attn.cute``), for the window and documents of the signature."""
+    """Build the backend by FlashAttention 4 (``flash_attn.cute``), for the signature's window and documents."""
     from d9d_flash_attention.cute import attend, check_library
 
     check_library()
@@ -68,8 +68,8 @@ class FlashAttention:
     Args:
         attend: the library's attention.
         window: number of positions that a query attends to, its own included; ``None`` for all.
-        of_one: whether to ignore document indices, because each sample is one document; its padding comes last, where causal
-            attention never reaches it.
+        of_one: whether to ignore document indices, because each sample is one document; its padding comes last, where
+            causal attention never reaches it.
     """
 
     def __init__(self, attend: Attend, window: int | None, *, of_one: bool = False) -> None:

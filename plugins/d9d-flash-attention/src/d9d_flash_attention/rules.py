@@ -1,7 +1,7 @@
 """Conditions of the backends and their priorities. Imports no library.
 
-If new measurements differ, change the priorities in this file. The backends of d9d-nn have priority 10 (``sdpa``) and 15
-(``flex``, with documents or windows to skip).
+If new measurements differ, change the priorities in this file. The backends of d9d-nn have priority 10 (``sdpa``) and
+15 (``flex``, with documents or windows to skip).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Library:
         capabilities: major compute capabilities for which the library has kernels with a backward.
         widest_head: largest number of features of a head, by major compute capability; key ``None`` is the default.
         heads: numbers of features of a head with correct results; ``None`` for all up to the widest.
-        whole: priority and reason for samples of one document, without a window, where no block of scores can be skipped.
+        whole: priority and reason for samples of one document, without a window, where no block of scores can be
+            skipped.
         documents: priority and reason for samples that may hold several documents, without a window.
         windows: priority and reason with a window.
         measured: capability on which the priorities were measured; on others, the library is used only by name.

@@ -58,8 +58,8 @@ def convert(layer: Any, kinds: dict[type, type], recipe: str, *, emulate: bool) 
 
     Args:
         layer: layer of a subclass of :class:`d9d_nn.linear.Linear`.
-        kinds: cache of the subclasses, by the layer's class; equal layers must have one class, so that ``compile`` compiles
-            them once.
+        kinds: cache of the subclasses, by the layer's class; equal layers must have one class, so that ``compile``
+            compiles them once.
         recipe: name of the recipe.
         emulate: whether to multiply in float32.
     """

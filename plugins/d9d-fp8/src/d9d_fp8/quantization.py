@@ -60,12 +60,12 @@ class Quantized(NamedTuple):
 def quantize(matrix: Tensor, operand: Operand) -> Quantized:
     """Quantise a matrix so that the largest value of each scale becomes the largest number of the format.
 
-    A NaN or an infinity becomes NaN in the result, and may turn all values that share its scale into NaN, so that it stays
-    visible.
+    A NaN or an infinity becomes NaN in the result, and may turn all values that share its scale into NaN, so that it
+    stays visible.
 
     Args:
-        matrix: [M, K], or for row scales [E, M, K], of any strides; float32, bfloat16 or float16. M and K must be multiples of
-            the sizes that the granularity needs.
+        matrix: [M, K], or for row scales [E, M, K], of any strides; float32, bfloat16 or float16. M and K must be
+            multiples of the sizes that the granularity needs.
         operand: format of the result.
     """
     parts, dims = _parts(matrix, operand.granularity)

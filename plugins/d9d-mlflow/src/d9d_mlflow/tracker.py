@@ -64,7 +64,7 @@ class MlflowTracker:
             ) from error
 
     def _continued(self, client: MlflowClient, run_id: str) -> MlflowRun | None:
-        """Open the run with the saved id, and find the last step of each series; ``None`` to start a new run instead."""
+        """Open the run with the saved id and the last step of each series; ``None`` to start a new run instead."""
         try:
             known = client.get_run(run_id)
         except MlflowException as error:
@@ -208,7 +208,7 @@ def _name(name: str) -> str:
 
 
 def _folder(name: str) -> str:
-    """Folder of artifacts for a name; a component such as ``7.txt``, which could be a file of another series, is escaped."""
+    """Artifact folder of a name; a component such as ``7.txt``, which could be another series' file, is escaped."""
     return "/".join(re.sub(r"^(\d+)\.(?=(txt|json|png)$)", r"\1_x2e_", part) for part in _name(name).split("/"))
 
 

@@ -1,8 +1,8 @@
 """Backend ``quack`` of the op ``swiglu``: the gate is computed in the epilogue of a product.
 
-The first product computes the gate and up projections together; it writes both projections for the backward, and the gated
-activations. The backward's first product, the gradient of the gated activations, reads gate and up in its epilogue and writes
-both gradients and the gated activations again. So neither direction has an extra pass over memory.
+The first product computes the gate and up projections together; it writes both projections for the backward, and the
+gated activations. The backward's first product, the gradient of the gated activations, reads gate and up in its
+epilogue and writes both gradients and the gated activations again. So neither direction has an extra pass over memory.
 
 Shapes: M rows, H features, I features inside.
 """

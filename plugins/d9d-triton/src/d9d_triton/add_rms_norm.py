@@ -1,7 +1,7 @@
 """Backend of the op ``add_rms_norm``: one pass over memory forward, and one backward for all gradients.
 
-The sum has two gradients: one through the norm and one through the residual stream. The backward kernel adds them while the
-gradient through the norm is in registers, so that it reads three tensors and writes one.
+The sum has two gradients: one through the norm and one through the residual stream. The backward kernel adds them while
+the gradient through the norm is in registers, so that it reads three tensors and writes one.
 
 Shapes: ``...`` any leading dims, D features.
 """
@@ -104,7 +104,7 @@ def _outputs(x: Tensor, added: Tensor | None, dtype: torch.dtype | None) -> tupl
 
 
 def _check(x: Tensor, added: Tensor | None, weight: Tensor) -> None:
-    """Raise an error for dtypes that the kernel would misread, and for shapes that would make it read outside of a tensor."""
+    """Raise an error for dtypes that the kernel would misread, and shapes for which it would read out of bounds."""
     check_floats("add_rms_norm", x=x, weight=weight, **({} if added is None else {"added": added}))
     if weight.shape != x.shape[-1:] or (added is not None and added.shape != x.shape):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, added, weight) if tensor is not None)

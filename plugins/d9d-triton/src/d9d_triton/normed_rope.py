@@ -171,7 +171,7 @@ def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:
 
 
 def _check(query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Raise an error for dtypes that the kernel would misread, and for shapes that would make it read outside of a tensor."""
+    """Raise an error for dtypes that the kernel would misread, and shapes for which it would read out of bounds."""
     named = {
         "query": query, "key": key, "query_weight": query_weight, "key_weight": key_weight, "cos": cos, "sin": sin
     }  # fmt: skip

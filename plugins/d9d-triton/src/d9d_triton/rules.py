@@ -1,8 +1,8 @@
 """Priorities of the kernels for layers, in eager and in compiled code. Imports no Triton.
 
-A compiler fuses an op's reference with the operations around it, but calls a custom kernel as it is, which may turn one pass
-over memory into two. So a kernel that wins in eager code may lose in compiled code. The numbers were measured on an H200, where
-a copy moves 4.27 TB/s. If new measurements differ, change the priorities in this file.
+A compiler fuses an op's reference with the operations around it, but calls a custom kernel as it is, which may turn one
+pass over memory into two. So a kernel that wins in eager code may lose in compiled code. The numbers were measured on
+an H200, where a copy moves 4.27 TB/s. If new measurements differ, change the priorities in this file.
 """
 
 from __future__ import annotations

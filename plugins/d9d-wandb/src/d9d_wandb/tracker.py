@@ -53,7 +53,7 @@ class WandbTracker:
         return found or WandbRun(self._init(run, directory, secrets.token_hex(4), "never"), 0, {}, {})
 
     def _continued(self, run: RunInfo, directory: Path, run_id: str) -> WandbRun | None:
-        """Open the run with the saved id, and find the last step of each series; ``None`` to start a new run instead."""
+        """Open the run with the saved id and the last step of each series; ``None`` to start a new run instead."""
         offline = self._config.mode == "offline"
         paths = find_segments(directory, run_id)
         if offline and not paths:
@@ -164,7 +164,7 @@ class WandbRun:
             self._run.log_artifact(artifact)
 
     def flush(self) -> bool:
-        """Wait until wandb's own process has written all rows to its file, where they survive a crash of both processes.
+        """Wait until wandb's own process has written all rows to its file, where they survive if both processes die.
 
         Returns:
             Whether all rows were written within the time limit.
@@ -241,7 +241,7 @@ def _table(table: Table) -> wandb.Table:
 
 
 def _last_steps(summary: Any) -> dict[str, int]:
-    """Assign the run's last logged step to every series, because the server's summary does not store a step per series."""
+    """Assign the run's last logged step to every series; the server's summary has no step for each series."""
     names: Iterable[str] = summary.keys()
     step = summary.get(STEP)
     return {} if step is None else {name: int(step) for name in names if not name.startswith("_")}

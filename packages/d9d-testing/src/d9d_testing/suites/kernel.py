@@ -39,8 +39,8 @@ class KernelSuite:
         target: ``op.name`` of the record.
         plugin: declaration module, or path of a single-file plugin; by default, any installed plugin.
         device: device of the tensors; for ``cuda``, mark the class ``@pytest.mark.gpu`` or skip it without a GPU.
-        asked: device in the signatures passed to ``supports``; by default ``device``. Set ``cuda`` for a backend whose GPU
-            library is replaced by a stand-in on the CPU.
+        asked: device in the signatures passed to ``supports``; by default ``device``. Set ``cuda`` for a backend whose
+            GPU library is replaced by a stand-in on the CPU.
         dtypes: dtypes of the inputs; dtypes that ``supports`` refuses are skipped, but it must accept at least one.
         gradients: whether the backend has a backward.
         tolerances: tolerances of values and gradients, by dtype; replace them for backends that round more on purpose.
@@ -121,7 +121,7 @@ class KernelSuite:
                     assert_close_gradients({what: found[name]}, {what: gradient}, within)
 
     def test_a_frozen_input_has_no_gradient_and_disturbs_no_other(self) -> None:
-        """If only one input requires a gradient, other inputs get none, and its gradient is the same as if all required one."""
+        """If only one input requires a gradient, the others get none, and its gradient is the same as if all did."""
         self.need_gradients()
         for where, signature, call in self.accepted(first=True):
             everything = self.run(signature, call, backward=True)
@@ -278,7 +278,7 @@ class KernelSuite:
         trained: Sequence[str] | None = None,
         clone: bool = True,
     ) -> _Results:
-        """Call an op slot; return the output as ``out``, and with ``backward`` the gradient of each trained input by name."""
+        """Call an op slot; return its output as ``out`` and, with ``backward``, gradients of trained inputs by name."""
         inputs = {name: tensor.detach().clone() if clone else tensor for name, tensor in call.inputs.items()}
         trained = self.differentiable(call) if trained is None else trained
         leaves = {name: inputs[name].detach().requires_grad_() for name in trained if backward}

@@ -148,7 +148,7 @@ class MetricSuite(ComponentSuite):
         )
 
     def test_a_refused_step_counts_nowhere(self) -> None:
-        """``load_state`` with the state before a step undoes the update of that step, as the loop does for non-finite steps."""
+        """``load_state`` with the state before a step undoes the update of the step, as for non-finite steps."""
         metric = self.updated([slice(0, 5)])
         before = {name: tensor.clone() for name, tensor in metric.state().items()}
         statistics = Statistics({"mine": metric}, gated=True)

@@ -84,8 +84,8 @@ class ModelSuite:
         reference: ``module:class`` whose ``from_pretrained(directory, dtype=...)`` loads a language model from exported
             files, such as ``transformers:AutoModelForCausalLM``. Or override ``reference_logits`` with a
             plain function of the model's parameters.
-        further_from_exact: largest allowed ratio of two distances from the float32 result: the distance of the model's bfloat16
-            result, divided by the distance of the reference's bfloat16 result.
+        further_from_exact: largest allowed ratio of two distances from the float32 result: the distance of the model's
+            bfloat16 result, divided by the distance of the reference's bfloat16 result.
     """
 
     pytestmark = pytest.mark.smoke
@@ -179,7 +179,7 @@ class ModelSuite:
             )
 
     def test_the_residual_stream_starts_the_same_in_deeper_models(self, spec: ModelSpec, config: Any) -> None:
-        """At initialisation, outputs of a block's modules to the residual stream shrink with the square root of the depth."""
+        """Initial outputs of a block's modules to the residual stream shrink with the square root of the depth."""
         require(spec, "model:causal_lm", "model:blocks")
         if not self.depth_scaled:
             pytest.skip(f"{type(self).__name__}.depth_scaled is False")
@@ -287,7 +287,8 @@ class ModelSuite:
     ) -> None:
         """The reference computes the same logits and gradients.
 
-        In bfloat16, the model's result must be about as close to the float32 result as the bfloat16 result of the reference is.
+        In bfloat16, the model's result must be about as close to the float32 result as the bfloat16 result of the
+        reference is.
         """
         if not self.has_reference(spec):
             pytest.skip("there is no reference implementation")
@@ -360,7 +361,7 @@ class ModelSuite:
     def test_a_call_does_not_depend_on_earlier_ones(
         self, spec: ModelSpec, config: Any, language_model: nn.Module
     ) -> None:
-        """A microbatch gives the same result whether or not another microbatch of the same shape was computed before."""
+        """A microbatch gives the same result after another microbatch of the same shape as in a new model."""
         first = microbatch(config)
         second = {name: tensor.flip(0) for name, tensor in first.items()}
         expected = initialised(spec, config)(**second)["token_loss"]

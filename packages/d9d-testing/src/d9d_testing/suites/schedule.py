@@ -67,7 +67,7 @@ class ScheduleSuite:
     # --- tests
 
     def test_every_stage_computes_each_microbatch_once_and_in_order(self) -> None:
-        """Every stage runs the actions of each microbatch once and in order; sends match receives; reductions come last."""
+        """Each stage computes each microbatch once and in order; sends match receives; reductions come last."""
         for ranks, microbatches, settings, programs in self.cases():
             where = _where(ranks, microbatches, settings)
             assert len(programs) == ranks, f"{where}: {len(programs)} programs; return one per rank"
@@ -77,13 +77,13 @@ class ScheduleSuite:
             assert not problems, f"{where}: {'; '.join(problems[:5])}"
 
     def test_nobody_waits_forever(self) -> None:
-        """There is no deadlock, even if a rank can send to another rank only one tensor before that rank receives it."""
+        """There is no deadlock, even if only one tensor at a time can be in transit from one rank to another."""
         for ranks, microbatches, settings, programs in self.cases():
             problems = validate(programs, count_stages(programs), microbatches, buffers=1)
             assert not problems, f"{_where(ranks, microbatches, settings)}: {'; '.join(problems[:5])}"
 
     def test_no_rank_holds_more_than_promised(self) -> None:
-        """No rank ever holds activations of more microbatches than ``most_held`` returns, and some rank holds as many."""
+        """No rank holds activations of more microbatches than ``most_held`` returns, and some rank holds as many."""
         reached = False
         for ranks, microbatches, settings, programs in self.cases():
             held = max(map(_most_held, programs))

@@ -135,7 +135,7 @@ class StrategySuite:
             assert self.target in names, f"{mesh}: applied were {names}"
 
     def test_the_collectives_of_a_traced_step_are_those_it_declares(self) -> None:
-        """On the last mesh, the collectives of a step match the declared ones in kind, ranks, bytes and number of calls."""
+        """On the last mesh, collectives of a step match the declared ones in kind, ranks, bytes and number of calls."""
         mesh = self.meshes[-1]
         ranks = Mesh(**mesh).world_size
         batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": 2}

@@ -114,8 +114,8 @@ class TrackerSuite(ComponentSuite):
     def logged(self, directory: Path) -> Logged | None:  # noqa: ARG002 - for subclasses
         """Values that the backend stores for the run, by step; ``None`` if they cannot be read back.
 
-        :func:`by_step` groups single points, and finds duplicates. If the backend has several runs for the directory, return
-        the last run.
+        :func:`by_step` groups single points, and finds duplicates. If the backend has several runs for the directory,
+        return the last run.
         """
         return None
 

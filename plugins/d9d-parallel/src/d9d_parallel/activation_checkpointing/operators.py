@@ -114,13 +114,13 @@ KEEPING_NOTHING: Contexts = partial(create_selective_checkpoint_contexts, KeepOu
 
 
 def contexts_of(policy: KeepOutputs) -> Contexts:
-    """Contexts of selective checkpointing with a policy. Blocks should share one object, or Dynamo recompiles for each."""
+    """Contexts of selective checkpointing with a policy; blocks should share one, or Dynamo recompiles for each."""
     # Dynamo accepts a function or a partial, and does not trace into either.
     return partial(create_selective_checkpoint_contexts, policy)
 
 
 def unknown_operators(save: Sequence[str], ops: Collection[str]) -> dict[str, str]:
-    """Find entries of ``save`` without a dot that match no op of these blocks and no operator; return them with reasons.
+    """Find entries of ``save`` without a dot that match neither an op of these blocks nor an operator; with reasons.
 
     Args:
         save: ops, or patterns of operator names, such as ``aten.mm``. An entry that begins with the name of a package

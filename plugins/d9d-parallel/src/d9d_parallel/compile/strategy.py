@@ -49,8 +49,8 @@ class Compile:
 def _start_workers() -> None:
     """Start the processes in which inductor compiles Triton kernels.
 
-    Starting them takes seconds. Without this call, torch would start them at the first graph, and compile the kernels of that
-    graph one after another in this process.
+    Starting them takes seconds. Without this call, torch would start them at the first graph, and compile the kernels
+    of that graph one after another in this process.
     """
     from torch._inductor.async_compile import maybe_warm_pool  # private; long to import
 
@@ -60,16 +60,17 @@ def _start_workers() -> None:
 def _allow_replaced_parameters() -> None:
     """Let Dynamo trace checkpointed forwards with side effects, such as the forwards of tensor parallelism.
 
-    The forwards of tensor parallelism replace parameters by local shards and pass products to layers, and undo these changes
-    afterwards. Dynamo refuses side effects in a checkpointed forward unless it may skip them in the recomputation; the block
-    would then run uncompiled. In the graph, the recomputation only repeats operators, which were traced with the shards.
+    The forwards of tensor parallelism replace parameters by local shards and pass products to layers, and undo these
+    changes afterwards. Dynamo refuses side effects in a checkpointed forward unless it may skip them in the
+    recomputation; the block would then run uncompiled. In the graph, the recomputation only repeats operators, which
+    were traced with the shards.
     """
     # Private and global to the process; no argument of torch.compile sets it. An unknown name is an error.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # noqa: SLF001
 
 
 def _graph_options(mode: str | None) -> dict[str, Any]:
-    """Options of inductor for CUDA graphs together with the options of a mode, because torch accepts a mode or options only."""
+    """Options of inductor for CUDA graphs and for a mode together; torch accepts a mode or options, not both."""
     from torch._inductor import list_mode_options  # as torch.compile's documentation says; long to import
 
     # Make a block that cannot be recorded an error: torch would continue without graphs, at most with a warning.

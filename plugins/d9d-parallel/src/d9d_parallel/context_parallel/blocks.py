@@ -52,7 +52,7 @@ class Block:
         return near and self.query + queries > self.key
 
     def mask(self, rows: slice, keys: int, device: torch.device) -> Tensor | None:
-        """Attention mask of some queries of the block, bool [B or 1, rows, T]; ``None`` if they attend to all its keys."""
+        """Attention mask of some queries, bool [B or 1, rows, T]; ``None`` if they attend to all keys of the block."""
         first, last = self.query + rows.start, self.query + rows.stop - 1
         seen = None
         if first < self.key + keys - 1 or (self.window is not None and last - self.key >= self.window):
@@ -77,7 +77,7 @@ class ReferenceBlocks:
         window: int | None,
         device: torch.device,  # noqa: ARG002
     ) -> list[tuple[slice, slice, Block]]:
-        """Divide the attention into blocks, and return the blocks in which some query may attend to some key, by position."""
+        """Divide the attention into blocks; return the blocks in which, by position, a query may attend to a key."""
         found = []
         for rows, run in _places(queries):
             for columns, other in _places(keys):

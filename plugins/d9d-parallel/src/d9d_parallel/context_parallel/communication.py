@@ -25,9 +25,10 @@ class Meeting:
 
     Attributes:
         tp: number of ranks of ``tp``, which have different heads.
-        heads: ranks that exchange positions for heads (methods ``ulysses`` and ``hybrid``); ``None`` for none.
-            ring: ranks that pass keys and values around (``ring`` and ``hybrid``); ``None`` for none. In ``hybrid``, the
-                ranks of a ring have the same heads, and their positions are in zigzag order, in fewer and longer chunks.
+        heads: ranks that exchange positions for heads (methods ``ulysses`` and ``hybrid``); ``None`` for none. ring:
+            ranks that pass keys and values around (``ring`` and ``hybrid``); ``None`` for none. In ``hybrid``, the
+                ranks of a ring have the same heads, and their positions are in zigzag order, in fewer and longer
+                chunks.
             keys: share of positions whose keys and values are gathered (``all_gather``); ``None`` for none.
     """
 
@@ -165,5 +166,5 @@ def _turns(numbers: int | None, ring: Ranks) -> Iterator[_Call]:
 
 
 def _key_value_heads(heads: Heads, swapping: Ranks | None) -> int:
-    """Number of key/value heads that are exchanged; if there are fewer heads than ranks, each is sent to several ranks."""
+    """Number of exchanged key/value heads; if there are fewer heads than ranks, each is sent to several ranks."""
     return heads.key_value if swapping is None else max(heads.key_value, swapping.size)

@@ -78,7 +78,7 @@ def _gathered(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
 
 
 def _swapped(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
-    """Method ``ulysses``: positions are swapped for heads and back; fewer key/value heads than ranks are sent repeatedly.
+    """Method ``ulysses``: positions are swapped for heads and back; if ranks outnumber key/value heads, heads repeat.
 
     Raises:
         BuildError: the heads cannot be divided over the ranks.
@@ -102,8 +102,8 @@ def _swapped(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
 def _ring(op: OpCost, shape: AttentionShape, ranks: int, stride: int) -> ContextCost:
     """Method ``ring``, and the ring of ``hybrid``: keys and values are passed around; outputs are merged in float32.
 
-    The attention to one rank's keys is estimated as a kernel without ``cp``; on an H200, the attention to all keys took 0.98 to
-    1.16 times as long as this estimate.
+    The attention to one rank's keys is estimated as a kernel without ``cp``; on an H200, the attention to all keys took
+    0.98 to 1.16 times as long as this estimate.
 
     Args:
         op: attention of one rank.

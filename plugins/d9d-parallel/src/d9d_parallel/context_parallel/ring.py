@@ -292,7 +292,7 @@ def _attend(
 
 
 class Passing:
-    """Ring exchange: sends a tensor to the next rank and receives the tensor of the previous rank. Collective over the ring.
+    """Ring exchange: sends a tensor to the next rank, receives one from the previous rank. Collective over the ring.
 
     Args:
         tensor: contiguous tensor of the same shape on all ranks; must not change before :meth:`wait`.

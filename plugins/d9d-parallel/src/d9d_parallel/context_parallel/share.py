@@ -69,7 +69,7 @@ class _Gather(torch.autograd.Function):
 
 
 def exchange(parts: Tensor, ranks: Ranks) -> Tensor:
-    """All-to-all: sends slice r of [R, ...] to rank r; slice r of the result is from rank r. The backward does the same."""
+    """All-to-all: sends slice r of [R, ...] to rank r; slice r of the result is from rank r. Differentiable."""
     out: Tensor = _Exchange.apply(parts, ranks)
     return out
 

@@ -122,7 +122,7 @@ class ContextParallel:
 
 
 def _ranks(topology: Topology, parts: Sequence[Sequence[int]]) -> Ranks:
-    """Ranks of the process group, within ``cp``, to which this rank belongs. Collective: all ranks create all groups."""
+    """Ranks of this rank's process group within ``cp``. Collective over all ranks: all ranks create all groups."""
     own, mine = topology.coordinate["cp"], None
     for part in parts:
         group = topology.positions_group("cp", part)

@@ -21,8 +21,8 @@ class Unit:
         parameters: parameters of the unit by name, with their shape on this rank before sharding.
         view: view of the mesh that the unit is sharded over.
         dims: dimensions of the view: shards, or replicas and shards.
-        reshards: whether its gathered parameters are freed after the forward; with a number, the backward gathers them from
-            that many ranks only.
+        reshards: whether its gathered parameters are freed after the forward; with a number, the backward gathers them
+            from that many ranks only.
         prefetches: whether the job sets the units that the unit's backward prefetches.
         even: whether parameters are sharded evenly, in any dimension; otherwise dimension 0 is padded.
     """
@@ -129,11 +129,11 @@ class _State:
 def times_gathered(passes: Sequence[Pass], units: Sequence[Unit]) -> list[tuple[int, int]]:
     """Numbers of all-gathers of each unit's parameters in the forwards and in the backwards of a step.
 
-    Parameters are freed after each backward, and after each forward if the unit ``reshards``; otherwise the next pass finds
-    them gathered. In addition, FSDP2 prefetches in the backward of a unit the unit whose forward came before, and it records
-    forwards until the last backward. With several microbatches, the first unit therefore prefetches the last unit of an earlier
-    forward. If this last unit is the stage's own unit, which is still gathered, there is no additional all-gather; if all
-    parameters are in blocks, there is one.
+    Parameters are freed after each backward, and after each forward if the unit ``reshards``; otherwise the next pass
+    finds them gathered. In addition, FSDP2 prefetches in the backward of a unit the unit whose forward came before, and
+    it records forwards until the last backward. With several microbatches, the first unit therefore prefetches the last
+    unit of an earlier forward. If this last unit is the stage's own unit, which is still gathered, there is no
+    additional all-gather; if all parameters are in blocks, there is one.
 
     Args:
         passes: passes of the stage, in order.

@@ -1,9 +1,9 @@
 """All-gathers of FSDP2's units directly into the parameters.
 
-FSDP2 gathers a unit in one flat buffer: it copies shards into the buffer before the all-gather, and whole parameters out of it
-afterwards. A parameter that is sharded evenly along dimension 0 needs neither copy, because the concatenated shards of all
-ranks are the parameter. So each parameter is gathered separately, from its shard into its own memory; NCCL launches the gathers
-of a unit together.
+FSDP2 gathers a unit in one flat buffer: it copies shards into the buffer before the all-gather, and whole parameters
+out of it afterwards. A parameter that is sharded evenly along dimension 0 needs neither copy, because the concatenated
+shards of all ranks are the parameter. So each parameter is gathered separately, from its shard into its own memory;
+NCCL launches the gathers of a unit together.
 
 The parameters' memory is allocated on the compute stream and may be in use there: a gather begins after all work
 launched before it. In a forward, FSDP2 launches the gathers of a block when the host reaches it, so blocks must be

@@ -1,8 +1,8 @@
 """Reduce-scatters of FSDP2's units directly from the gradients.
 
-FSDP2 copies the gradients of a unit into one flat buffer, ordered by rank, and reduces the buffer. If parameters are sharded
-evenly along dimension 0, the parts of a gradient for each rank are already consecutive in its memory, so the gradient is
-reduced from its own memory, in one call for all gradients of a unit.
+FSDP2 copies the gradients of a unit into one flat buffer, ordered by rank, and reduces the buffer. If parameters are
+sharded evenly along dimension 0, the parts of a gradient for each rank are already consecutive in its memory, so the
+gradient is reduced from its own memory, in one call for all gradients of a unit.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ _REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate
 class Replicate:
     """Strategy of data parallelism with the whole model on every rank of ``dp_replicate``; gradients are all-reduced.
 
-    FSDP2 is used only for settings that need it: compute formats, offload, shards over ``cp``, and pipeline stages whose
-    gradients are due at different times. Otherwise the stage stays unchanged, and gradients are reduced in place, in buckets
-    during the last backward of a step, without copies of parameters and with copies of only few gradients.
+    FSDP2 is used only for settings that need it: compute formats, offload, shards over ``cp``, and pipeline stages
+    whose gradients are due at different times. Otherwise the stage stays unchanged, and gradients are reduced in place,
+    in buckets during the last backward of a step, without copies of parameters and with copies of only few gradients.
     """
 
     def __init__(self, config: ReplicateConfig) -> None:

@@ -110,9 +110,9 @@ class AsyncProducts:
     def _fuses(self, rows: Tensor, weights: Sequence[Tensor]) -> bool:
         """Whether a call uses symmetric memory. All ranks decide the same, because they run the same program.
 
-        Each process group has one set of buffers, so two simultaneous calls, as by overlapped pairs of a pipeline on separate
-        streams, would overwrite each other's data. So only calls on the default stream use symmetric memory; compiled graphs,
-        whose stream is unknown while they are traced, use it if ``in_graphs`` is set.
+        Each process group has one set of buffers, so two simultaneous calls, as by overlapped pairs of a pipeline on
+        separate streams, would overwrite each other's data. So only calls on the default stream use symmetric memory;
+        compiled graphs, whose stream is unknown while they are traced, use it if ``in_graphs`` is set.
         """
         if not self.symmetric or any(one.dtype != rows.dtype for one in weights):
             return False
@@ -177,9 +177,9 @@ class _Row(torch.autograd.Function):
 class _KeepRow(torch.autograd.Function):
     """First half of :class:`_Row`: saves rows and weight, and computes the weight gradient at the end.
 
-    The recomputation of a checkpointed block ends at the last tensor that the backward needs. The tensors for the backward are
-    saved before the product and its exchange, so the recomputation of a block that ends with this layer, as is common, repeats
-    neither.
+    The recomputation of a checkpointed block ends at the last tensor that the backward needs. The tensors for the
+    backward are saved before the product and its exchange, so the recomputation of a block that ends with this layer,
+    as is common, repeats neither.
     """
 
     @staticmethod
@@ -230,14 +230,14 @@ def _weight_gradient(grad: Tensor, rows: Tensor, weight: Tensor, later: _Later, 
 
 
 def _later(weight: Tensor, deferral: Deferral | None) -> _Later:
-    """Deferral and the weight's gradient edge if the weight gradient is deferred; ``None`` otherwise and in compiled graphs."""
+    """Deferral and gradient edge of a weight; ``None`` in compiled graphs, or if its gradient is not deferred."""
     if deferral is None or not deferral.wanted or torch.compiler.is_compiling():
         return None
     return (deferral, get_gradient_edge(weight)) if weight.requires_grad and torch.is_grad_enabled() else None
 
 
 def _reason(rows: Tensor, later: Sequence[_Later]) -> Tensor | None:
-    """Empty tensor that requires a gradient, so that autograd runs a backward that only deferred weight gradients need."""
+    """Empty input that requires a gradient, so that autograd runs a backward for deferred weight gradients alone."""
     if rows.requires_grad or not any(one is not None for one in later):
         return None
     return rows.new_empty(0).requires_grad_()

@@ -27,7 +27,7 @@ class RankSum:
 
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, which have one shape; the argument is unchanged. Collective over the ranks."""
+        """Return the sum of the ranks' tensors of one shape; the argument is unchanged. Collective over the ranks."""
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self._ranks.group)
         return total

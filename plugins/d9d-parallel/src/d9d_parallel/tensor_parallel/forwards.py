@@ -1,7 +1,7 @@
 """Forwards of modules whose parameters are shards, or whose inputs are a rank's own positions.
 
-Each class replaces ``module.forward``, so neither the module tree nor any parameter name changes. They are not closures,
-because deep copies of a module must compute with their own parameters.
+Each class replaces ``module.forward``, so neither the module tree nor any parameter name changes. They are not
+closures, because deep copies of a module must compute with their own parameters.
 
 Shapes: B samples, S positions, R ranks, H features.
 """
@@ -84,7 +84,7 @@ class OwnHeads:
         self.heads, self.ranks = heads, ranks
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """Select the rows of this rank's head, [features of a head, ...], from a weight [features of all heads, ...]."""
+        """Select the rows [features of a head, ...] of this rank's head from a weight [features of all heads, ...]."""
         whole: Tensor = local_of(weight)
         return whole.chunk(self.heads)[self.ranks.rank * self.heads // self.ranks.size]
 

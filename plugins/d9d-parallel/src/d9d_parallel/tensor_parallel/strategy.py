@@ -1,9 +1,9 @@
 """Strategy ``tensor_parallel``, with sequence parallelism.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3: matrices of attention and feed-forward are split by columns, then rows.
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2: between attention and
-feed-forward each rank holds S / tp positions, so that norms and the residual stream are split too; instead of an all-reduce,
-there is an all-gather before and a reduce-scatter after attention and feed-forward.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2: between
+attention and feed-forward each rank holds S / tp positions, so that norms and the residual stream are split too;
+instead of an all-reduce, there is an all-gather before and a reduce-scatter after attention and feed-forward.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Split:
             self._site(name, "all_gather", "reduce_scatter", features, in_turns=bool(lent))
 
     def _lent(self, owner: nn.Module, child_name: str, heads: int | None) -> Column | None:
-        """Column-wise layer prepared so that its product is computed while its rows are gathered; ``None`` if not possible."""
+        """Column-wise layer whose product can be computed while its rows are gathered; ``None`` if not possible."""
         child = owner.get_submodule(child_name)
         if self.products is None or not isinstance(child, LendsProduct) or _terms("", child, "in_scale"):
             return None
@@ -305,7 +305,7 @@ class _Split:
                 )
 
     def gradients(self, stage: nn.Module) -> Iterator[GradientOwner]:
-        """Owner of each parameter's reduction over ``tp``; ``none`` for shards and for gradients that are equal on all ranks."""
+        """Owner of each parameter's reduction over ``tp``; ``none`` for shards and gradients equal on all ranks."""
         for name, parameter in stage.named_parameters():
             whole = isinstance(parameter, DTensor) or self._style(name) is TensorStyle.WHOLE
             yield GradientOwner(name, "tp", "none" if whole else "sync")

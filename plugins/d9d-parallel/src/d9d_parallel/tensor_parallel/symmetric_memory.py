@@ -1,8 +1,8 @@
 """Matrix products fused with collectives, over memory that the GPUs of a node read from each other.
 
-The GPUs' copy engines make the copies, which leaves the multiprocessors to the products. All code for symmetric memory that
-depends on the version of torch is in this module; tests check the names and signatures in use. Multicast is not used: the
-operators use it only for all-gathers that do not return the rows.
+The GPUs' copy engines make the copies, which leaves the multiprocessors to the products. All code for symmetric memory
+that depends on the version of torch is in this module; tests check the names and signatures in use. Multicast is not
+used: the operators use it only for all-gathers that do not return the rows.
 
 Shapes: B samples, S positions, R ranks, I features in, O features out.
 """

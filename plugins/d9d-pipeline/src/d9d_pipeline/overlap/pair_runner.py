@@ -1,9 +1,10 @@
 """Runner of overlapped pairs: a forward and a backward of two stages on one rank, at the same time.
 
-A Python thread inside a backward cannot run a forward. The backward therefore gets its own thread, and both threads take turns
-at yield points (:mod:`~d9d_pipeline.overlap.yield_points`, :mod:`~d9d_pipeline.overlap.yielding_dispatcher`): one thread
-launches kernels up to its next yield point, long before the GPU executes them, then the other thread does. On the GPU the
-streams of the two stages run concurrently: one computes while the communication of the other is in progress.
+A Python thread inside a backward cannot run a forward. The backward therefore gets its own thread, and both threads
+take turns at yield points (:mod:`~d9d_pipeline.overlap.yield_points`,
+:mod:`~d9d_pipeline.overlap.yielding_dispatcher`): one thread launches kernels up to its next yield point, long before
+the GPU executes them, then the other thread does. On the GPU the streams of the two stages run concurrently: one
+computes while the communication of the other is in progress.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from d9d_pipeline.overlap.yielding_dispatcher import reaches_other_ranks, replac
 class PairRunner:
     """Runner of overlapped pairs; made once for the stages of a rank, after all strategies were applied.
 
-    Changes stages in place, but no module, parameter or name. Blocks (trait ``HasBlocks``) yield where a forward enters and
-    where a backward leaves them; layers with experts on several ranks (``HasExperts``) yield after they send. If the stages
-    have neither blocks nor such layers, a pair runs a forward and then a backward.
+    Changes stages in place, but no module, parameter or name. Blocks (trait ``HasBlocks``) yield where a forward enters
+    and where a backward leaves them; layers with experts on several ranks (``HasExperts``) yield after they send. If
+    the stages have neither blocks nor such layers, a pair runs a forward and then a backward.
 
     Args:
         stages: stages of the rank, by index.

@@ -74,8 +74,8 @@ class StageStreams:
             tensors: tensors allocated on the stream of ``source``.
             source: index of the stage that computed them; ``None`` for the stream around the step.
             target: index of the stage that will read them; ``None`` for the stream around the step.
-            made: event of :meth:`mark` for ``source`` after the tensors were computed. Without it the target waits for all work
-                queued on ``source``'s stream, which in a pair includes later work, and prevents the overlap.
+            made: event of :meth:`mark` for ``source`` after the tensors were computed. Without it the target waits for
+                all work queued on ``source``'s stream, which in a pair includes later work, and prevents the overlap.
         """
         first, second = self._stream(source), self._stream(target)
         if first is None or second is None or first == second:

@@ -22,7 +22,7 @@ class Side(Enum):
 
 
 class AbortedError(BaseException):
-    """Raised in one side of a pair after the other side failed. Not an ``Exception``, so that no ``except`` catches it."""
+    """Raised in one side of a pair after the other side failed. Not an ``Exception``, so that no handler catches it."""
 
 
 class Turns:

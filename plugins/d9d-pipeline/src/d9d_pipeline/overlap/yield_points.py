@@ -52,8 +52,8 @@ class BlockHook:
 
     Args:
         points: yield points of the rank.
-        forward: whether a forward yields at this block. It does not at blocks with yield points inside, so that forward and
-            backward have the same number of yield points, and corresponding parts of both run together.
+        forward: whether a forward yields at this block. It does not at blocks with yield points inside, so that forward
+            and backward have the same number of yield points, and corresponding parts of both run together.
     """
 
     def __init__(self, points: YieldPoints, *, forward: bool) -> None:
@@ -96,7 +96,8 @@ class HookedCompiledCall:
 def add_block_hook(block: nn.Module, hook: BlockHook) -> Remove:
     """Call ``hook`` before all other hooks when the block is called, including FSDP2's. In place.
 
-    In the backward, ``hook`` therefore runs after the other hooks, when FSDP2 has begun to reduce the block's gradients.
+    In the backward, ``hook`` therefore runs after the other hooks, when FSDP2 has begun to reduce the block's
+    gradients.
 
     Returns:
         Function that removes the hook.

@@ -29,9 +29,9 @@ def has_yield_points(stages: Iterable[nn.Module]) -> bool:
 class YieldingDispatcher:
     """Wraps a dispatcher and yields whenever it has just begun to send.
 
-    A wait on a GPU blocks the stream and not the host, so in a forward the host may yield before or after the wait. In a
-    backward the host yields after the wait, when autograd knows the gradients of the transferred tensors. The host yields once
-    more before it waits for a dispatch, because this wait may block the host until sizes arrive.
+    A wait on a GPU blocks the stream and not the host, so in a forward the host may yield before or after the wait. In
+    a backward the host yields after the wait, when autograd knows the gradients of the transferred tensors. The host
+    yields once more before it waits for a dispatch, because this wait may block the host until sizes arrive.
 
     Args:
         dispatcher: dispatcher to wrap.

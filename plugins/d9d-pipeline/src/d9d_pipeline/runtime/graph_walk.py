@@ -1,9 +1,9 @@
 """Division of an autograd graph into nodes for input gradients and nodes for deferred weight gradients only.
 
-A *late* parameter is one whose gradient is deferred. A node is *on the way* if it is needed for gradients due in the input
-phase: gradients of inputs, and of all parameters that are not late. A *branching* node is on the way and also has children that
-lead to late parameters only. The subgraph of such children, a *late side*, is reached through branching nodes, or begins at an
-output itself.
+A *late* parameter is one whose gradient is deferred. A node is *on the way* if it is needed for gradients due in the
+input phase: gradients of inputs, and of all parameters that are not late. A *branching* node is on the way and also has
+children that lead to late parameters only. The subgraph of such children, a *late side*, is reached through branching
+nodes, or begins at an output itself.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class DividedGraph:
 
     Attributes:
         due: leaf tensors with gradients due in the input phase.
-        at_once: candidates for a late gradient that are in ``due``, because a custom Function computes their gradients together
-            with others.
+        at_once: candidates for a late gradient that are in ``due``, because a custom Function computes their gradients
+            together with others.
         sides: late sides, approximately in the order in which a backward reaches them.
     """
 

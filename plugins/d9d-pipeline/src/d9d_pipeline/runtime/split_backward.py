@@ -35,7 +35,7 @@ class WeightPhase:
         self._foreign = foreign
 
     def run(self) -> None:
-        """Run the weight phase; call it once. Afterwards ``.grad`` of all parameters is the same as after a whole backward."""
+        """Run the weight phase, once. Afterwards ``.grad`` of all parameters is the same as after a whole backward."""
         self._deferred.run()
         if self._foreign is not None:
             with self._foreign.unsharded():

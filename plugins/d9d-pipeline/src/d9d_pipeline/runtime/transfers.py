@@ -35,10 +35,10 @@ class Transfers:
     own communicator and stream: neither direction waits for the other, nor for the model's collectives. Within a
     direction, tensors arrive in the order of sending; the programs of both ranks keep that order.
 
-    A send keeps its tensor until the tensor is sent. A receive allocates tensors of the boundary's shapes, and the consumer
-    waits for them: on GPUs the current stream waits, not the host. A receive whose tensor is expected to arrive late is posted
-    just before the tensor is needed, not at its position in the program, because a posted NCCL receive occupies SMs while it
-    waits.
+    A send keeps its tensor until the tensor is sent. A receive allocates tensors of the boundary's shapes, and the
+    consumer waits for them: on GPUs the current stream waits, not the host. A receive whose tensor is expected to
+    arrive late is posted just before the tensor is needed, not at its position in the program, because a posted NCCL
+    receive occupies SMs while it waits.
 
     Args:
         runner: interpreter of the stages, with their boundaries. Collective over the ranks along ``pp``.

@@ -13,7 +13,7 @@ from d9d_pipeline.schedule.units import check
 
 
 def dual_pipe_v(ranks: int, microbatches: int) -> Sequence[Program]:
-    """DualPipeV: half of the schedule DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1), with stages placed in a V.
+    """DualPipeV: half of the schedule DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1), stages placed in a V.
 
     DualPipeV is described at github.com/deepseek-ai/DualPipe. It needs at least ``2 * ranks`` microbatches.
     """

@@ -30,9 +30,9 @@ def insert_transfers(orders: Sequence[Iterable[Action]], placement: Placement) -
     """Insert transfers: add sends, receives and reductions to the orders of computation of all ranks.
 
     - A tensor is sent right after the action that computes it.
-    - It is received (memory for it is offered) at the expected time of the send, and at the latest one computation before it is
-      needed, so that it can arrive while the rank computes. It is received earlier if a tensor that is sent later is needed
-      sooner, because both ranks must transfer tensors in the same order.
+    - It is received (memory for it is offered) at the expected time of the send, and at the latest one computation
+      before it is needed, so that it can arrive while the rank computes. It is received earlier if a tensor that is
+      sent later is needed sooner, because both ranks must transfer tensors in the same order.
     - A stage reduces its gradients right after the last of them is computed.
 
     Neighbouring stages of one rank hand tensors over without sending them.

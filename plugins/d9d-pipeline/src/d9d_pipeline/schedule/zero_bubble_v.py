@@ -16,10 +16,10 @@ from d9d_pipeline.schedule.units import check
 def zero_bubble_v(ranks: int, microbatches: int) -> Sequence[Program]:
     """ZB-V (Qi et al. 2024, arXiv:2401.10241, section 6 and figure 6): zero bubbles in the memory of 1F1B.
 
-    No rank waits between its first and last action if forward, input gradients and weight gradients take equal times and
-    communication takes none. The pattern needs ``2 * ranks - 1`` microbatches; with fewer, the actions of the missing
-    microbatches are left out. The activations of up to ``ranks`` microbatches fit into memory at once, so with so few, weight
-    gradients fill the resulting gaps.
+    No rank waits between its first and last action if forward, input gradients and weight gradients take equal times
+    and communication takes none. The pattern needs ``2 * ranks - 1`` microbatches; with fewer, the actions of the
+    missing microbatches are left out. The activations of up to ``ranks`` microbatches fit into memory at once, so with
+    so few, weight gradients fill the resulting gaps.
     """
     check("zero_bubble_v", ranks, microbatches)
     orders = [_order(rank, ranks, microbatches) for rank in range(ranks)]

@@ -31,7 +31,8 @@ def simulate(
     Args:
         programs: programs of all ranks.
         costs: times; by default a backward takes twice as long as a forward, and communication takes no time.
-        buffers: largest number of tensors in transit from one rank to another; a further send waits. ``None`` for no limit.
+        buffers: largest number of tensors in transit from one rank to another; a further send waits. ``None`` for no
+            limit.
         training: whether there are backwards.
 
     Raises:

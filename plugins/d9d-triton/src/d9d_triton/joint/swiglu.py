@@ -1,9 +1,9 @@
 """Backend of the op ``swiglu``: one product for the gradient of the input, one for the gate and up weight gradients.
 
-Between its matrix products, the backend makes two passes over memory, one in the forward and one in the backward. The backward
-pass writes the gradients of gate and up into one tensor, which one product reads, and recomputes the gated activations, so that
-they are not kept. So no pass adds two gradients of the input, and the products are as large as the products of one fused
-projection, although the weights remain two parameters.
+Between its matrix products, the backend makes two passes over memory, one in the forward and one in the backward. The
+backward pass writes the gradients of gate and up into one tensor, which one product reads, and recomputes the gated
+activations, so that they are not kept. So no pass adds two gradients of the input, and the products are as large as the
+products of one fused projection, although the weights remain two parameters.
 
 Shapes: R rows, H features, I features inside, ``...`` any leading dims.
 """

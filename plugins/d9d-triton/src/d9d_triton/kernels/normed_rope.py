@@ -1,11 +1,12 @@
 """Kernels of head norms with rotary positions, see :mod:`d9d_triton.normed_rope`.
 
-A program handles TOKENS tokens and HEADS heads of each token, either query or key heads, one head after the other. A tile is
-one head of all tokens of the program; cosines, sines and weights stay in registers, which could not hold more heads. A rotation
-pairs feature i with feature i + D/2, so a head is handled as two halves: tiles are [TOKENS, PAIRS] with PAIRS >= D/2. Arguments
-named after a tensor [T, heads, D] and a dimension are strides; T is B x S; ``half`` is D/2. Outputs are contiguous; the token
-stride of gradients is arbitrary. TOKENS and PAIRS are powers of two. EXACT: the tiles divide all dimensions, so no mask is
-needed. Programs below QUERY_GROUPS in the grid's second dimension handle query heads, the others key heads.
+A program handles TOKENS tokens and HEADS heads of each token, either query or key heads, one head after the other. A
+tile is one head of all tokens of the program; cosines, sines and weights stay in registers, which could not hold more
+heads. A rotation pairs feature i with feature i + D/2, so a head is handled as two halves: tiles are [TOKENS, PAIRS]
+with PAIRS >= D/2. Arguments named after a tensor [T, heads, D] and a dimension are strides; T is B x S; ``half`` is
+D/2. Outputs are contiguous; the token stride of gradients is arbitrary. TOKENS and PAIRS are powers of two. EXACT: the
+tiles divide all dimensions, so no mask is needed. Programs below QUERY_GROUPS in the grid's second dimension handle
+query heads, the others key heads.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ class LinearCrossEntropy:
     logits; the backward scales its rows by the gradients of the losses.
 
     Args:
-        ahead: also compute the weight gradient in the forward, assuming that the loss is a constant times the sum of all
-            tokens' losses. The backward checks this without a device sync: the gradient of a sum is an expanded tensor of one
-            element. For any other loss the backward recomputes the gradients, with three more products.
+        ahead: also compute the weight gradient in the forward, assuming that the loss is a constant times the sum of
+            all tokens' losses. The backward checks this without a device sync: the gradient of a sum is an expanded
+            tensor of one element. For any other loss the backward recomputes the gradients, with three more products.
     """
 
     def __init__(self, *, ahead: bool = False) -> None:
@@ -251,7 +251,7 @@ class LinearCrossEntropyByWords:
 
 
 def _fitting(length: int, hidden: Tensor) -> int:
-    """Largest chunk size such that the logits [``length``, chunk] fit into a chunk's memory, rounded down to whole tiles."""
+    """Largest chunk whose logits [``length``, chunk] fit into a chunk's memory, rounded down to whole tiles."""
     return _SMALL_BYTES // (length * hidden.itemsize) // TILE * TILE
 
 

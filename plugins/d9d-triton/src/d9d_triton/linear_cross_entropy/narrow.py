@@ -1,8 +1,8 @@
 """Torch operators of the narrow loss: the forward computes the gradients in the memory that the backward returns.
 
-The forward adds up the gradients of the sum of all losses, one chunk of tokens after the other, in the dtypes of hidden states
-and weight. The backward scales these gradients in place, or overwrites them if the loss is not a multiple of the sum, and
-returns them. So the weight gradient is the only additional tensor of the weight's size.
+The forward adds up the gradients of the sum of all losses, one chunk of tokens after the other, in the dtypes of hidden
+states and weight. The backward scales these gradients in place, or overwrites them if the loss is not a multiple of the
+sum, and returns them. So the weight gradient is the only additional tensor of the weight's size.
 
 Each chunk rounds the weight gradient to its dtype: N chunks with random signs give ``sqrt((N + 1) / 2)`` times the
 error of one rounding, and an addend below half a unit in the last place of the sum is lost. Softmax statistics, and the
@@ -91,7 +91,7 @@ def compute_again(
     grad_weight: Tensor,
     rows: int,
 ) -> None:
-    """Overwrite the gradients of :func:`token_losses_narrow` with the gradients of an arbitrary loss, by three more products."""
+    """Overwrite the gradients of :func:`token_losses_narrow` by the gradients of any loss, with three more products."""
     grads = grad_hidden, grad_weight
     for part, space in _logits(hidden, weight, rows):
         grad = differentiate(space, part, len(weight), targets, statistics, grad_losses)

@@ -48,8 +48,9 @@ def token_losses(
         rows: largest C for tokens whose logits are not kept.
         kept: K, counted from the first token.
         ranked: whether to count ranks.
-        cast_from: [V, H], the tensor of a wider dtype from which ``weight`` was cast. If given, it receives the gradient
-            instead of ``weight``, in its own dtype, without rounding to the dtype of ``weight`` and casting back.
+        cast_from: [V, H], the tensor of a wider dtype from which ``weight`` was cast. If given, it receives the
+            gradient instead of ``weight``, in its own dtype, without rounding to the dtype of ``weight`` and casting
+            back.
 
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [K, P].

@@ -1,8 +1,9 @@
 """Torch operators of the loss in chunks of the vocabulary: products by torch, passes over the logits by Triton.
 
-The forward computes the logits of one chunk after the other and keeps only three numbers for each token: the largest logit, the
-sum of exponentials, and the target's logit. The backward recomputes the logits of each chunk, overwrites them with their
-gradient, and computes the chunk's rows of the weight gradient in one product, which accumulates in float32.
+The forward computes the logits of one chunk after the other and keeps only three numbers for each token: the largest
+logit, the sum of exponentials, and the target's logit. The backward recomputes the logits of each chunk, overwrites
+them with their gradient, and computes the chunk's rows of the weight gradient in one product, which accumulates in
+float32.
 
 Shapes: T tokens, H features, V vocabulary size, W vocabulary entries of a chunk, P columns of logits in memory. An
 output that is not needed has no elements.

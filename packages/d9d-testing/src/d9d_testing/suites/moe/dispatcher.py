@@ -196,7 +196,7 @@ def _limited(indices: list[Tensor], experts: int, limit: int | None) -> Case:
 
 
 def _expected(case: Case, ranks: int, hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Reference outputs and gradients: every expert computes every token in float64; dropped rows (index E) get no weight."""
+    """Reference results: every expert computes every token in float64; dropped rows (index E) get no weight."""
     inputs = [{name: x.double() for name, x in inputs_of(case, rank, hidden, dtype).items()} for rank in range(ranks)]
     bank = inputs[0]["bank"].requires_grad_("bank" in case.learns)
     found: dict[str, Tensor] = {}

@@ -144,8 +144,8 @@ def grouped_linear(
 def linear_cross_entropy(shape: Sequence[int], features: int, words: int, spread: float = 1.0) -> Call:
     """Call of ``linear_cross_entropy``; every fourth target is ignored.
 
-    A small ``spread`` of hidden states keeps the predicted probabilities away from 0 and 1, where gradients would be only
-    rounding errors.
+    A small ``spread`` of hidden states keeps the predicted probabilities away from 0 and 1, where gradients would be
+    only rounding errors.
     """
     targets = torch.randint(words, tuple(shape), generator=torch.Generator().manual_seed(2))
     targets.view(-1)[1::4] = -100

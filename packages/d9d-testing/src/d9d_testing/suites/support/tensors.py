@@ -37,7 +37,7 @@ def bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Bytes of each tensor (of a DTensor: its local shard), copied; meta tensors are left out.
 
     In a comparison of bytes, NaN equals itself and -0 differs from 0.
-"""
+    """
     here = {name: local(tensor).detach() for name, tensor in tensors.items() if not local(tensor).is_meta}
     return {name: tensor.clone().contiguous().reshape(-1).view(torch.uint8) for name, tensor in here.items()}
 
