@@ -25,11 +25,10 @@ class Meeting:
 
     Attributes:
         tp: number of ranks of ``tp``, which have different heads.
-        heads: ranks that exchange positions for heads (methods ``ulysses`` and ``hybrid``); ``None`` for none. ring:
-            ranks that pass keys and values around (``ring`` and ``hybrid``); ``None`` for none. In ``hybrid``, the
-                ranks of a ring have the same heads, and their positions are in zigzag order, in fewer and longer
-                chunks.
-            keys: share of positions whose keys and values are gathered (``all_gather``); ``None`` for none.
+        heads: ranks that exchange positions for heads (methods ``ulysses`` and ``hybrid``); ``None`` for none.
+        ring: ranks that pass keys and values around (``ring`` and ``hybrid``); ``None`` for none. In ``hybrid``, the
+            ranks of a ring have the same heads, and their positions are in zigzag order, in fewer and longer chunks.
+        keys: share of positions whose keys and values are gathered (``all_gather``); ``None`` for none.
     """
 
     tp: int

@@ -122,7 +122,7 @@ def tensors_of(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str
 
 
 def submodule(module: object, name: str) -> nn.Module:
-    """Submodule that a trait of a module returns by name or as a module."""
+    """Submodule with a qualified name, of a module that was found by its trait."""
     assert isinstance(module, nn.Module)
     return module.get_submodule(name)
 
