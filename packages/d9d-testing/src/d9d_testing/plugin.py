@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Command ``new plugin``."""
+    """Record of the command ``d9d new plugin``."""
     yield CommandSpec(
         name="plugin",
         group="new",

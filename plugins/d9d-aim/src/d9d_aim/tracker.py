@@ -21,7 +21,7 @@ from d9d_aim.config import AimConfig
 
 
 class AimTracker:
-    """Tracker ``aim``."""
+    """Tracker ``aim``, which opens or resumes a run in an Aim repository."""
 
     def __init__(self, config: AimConfig) -> None:
         self._config = config
@@ -43,7 +43,7 @@ class AimTracker:
             repo = aim.Repo.from_path(place, init=not made)
         except Exception as error:  # Aim and its dependencies raise many types
             raise PluginError(
-                f"the Aim repository {place} cannot be opened ({error}); set repo of the tracker 'aim' to one that can"
+                f"the Aim repository {place} cannot be opened ({error}); set 'repo' of the tracker 'aim' to another"
             ) from error
         opened = None
         if run.resumed_step and state is not None:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> CutCrossEntropy:
-    """Entry point of the backend ``cce``."""
+    """Build the backend ``cce`` of the op ``linear_cross_entropy``."""
     return CutCrossEntropy()
 
 
 def build_filtered(_signature: OpSignature) -> CutCrossEntropy:
-    """Entry point of the backend ``cce_filtered``."""
+    """Build the backend ``cce_filtered`` of the op ``linear_cross_entropy``."""
     return CutCrossEntropy(filtered=True)
 
 

@@ -19,12 +19,12 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept 16-bit dtypes on CUDA."""
+    """Accept calls of ``linear_cross_entropy`` on CUDA in bfloat16 or float16."""
     return _decide(signature, EXACT)
 
 
 def supports_filtered(signature: OpSignature) -> Decision:
-    """Accept the same as :func:`supports`, by name only."""
+    """Accept the same calls as :func:`supports`; a job must name the backend."""
     return _decide(signature, FILTERED)
 
 

@@ -33,13 +33,13 @@ _ATTRIBUTES: dict[str, tuple[int, Any]] = {
 
 
 class Algo(ctypes.Structure):
-    """``cublasLtMatmulAlgo_t``."""
+    """ctypes structure ``cublasLtMatmulAlgo_t``: an algorithm with its settings."""
 
     _fields_ = [("data", ctypes.c_uint64 * 8)]
 
 
 class Result(ctypes.Structure):
-    """``cublasLtMatmulHeuristicResult_t``."""
+    """ctypes structure ``cublasLtMatmulHeuristicResult_t``: an algorithm that the heuristic returns."""
 
     _fields_ = [
         ("algo", Algo),
@@ -124,7 +124,7 @@ class Functions:
             raise LibraryError(f"cublasLt{name} of cuBLASLt {self.version} returned status {status}")
 
     def make(self, kind: str, *arguments: Any) -> Any:
-        """Create a descriptor of the given kind, which is destroyed when its last reference goes."""
+        """Create a cuBLASLt descriptor of the given kind, which is destroyed when its last reference is deleted."""
         made = ctypes.c_void_p()
         self.call(f"{kind}Create", ctypes.byref(made), *arguments)
         weakref.finalize(made, self.status, f"{kind}Destroy", ctypes.c_void_p(made.value)).atexit = False

@@ -90,7 +90,7 @@ class DeviceProducts:
         self._lock = threading.Lock()
 
     def multiply(self, layout: str, first: Tensor, second: Tensor, out: Tensor) -> None:
-        """Compute a product.
+        """Compute a matrix product with the algorithm chosen for it.
 
         Args:
             layout: one of :data:`~d9d_cublas.problem.LAYOUTS`.

@@ -26,7 +26,7 @@ class Multiplies(Protocol):
     """Matrix products of one device, such as :class:`~d9d_cublas.device.DeviceProducts`."""
 
     def multiply(self, layout: str, first: Tensor, second: Tensor, out: Tensor) -> None:
-        """Compute a product."""
+        """Compute a matrix product of two operands in a layout."""
 
 
 class Products:
@@ -48,7 +48,7 @@ class Products:
         self._lock = threading.Lock()
 
     def multiply(self, layout: str, first: Tensor, second: Tensor) -> Tensor:
-        """Compute a product; torch multiplies operands that the library cannot.
+        """Compute a matrix product by cuBLAS; torch multiplies operands that the library does not support.
 
         Args:
             layout: one of :data:`~d9d_cublas.problem.LAYOUTS`.

@@ -41,5 +41,5 @@ swiglu = register("d9d_cublas::swiglu", CuBlasProducts())
 
 
 def build(_signature: OpSignature) -> Swiglu:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``cublas`` of the op ``swiglu``; its function is the same for every signature."""
     return swiglu

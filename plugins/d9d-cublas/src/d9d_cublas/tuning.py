@@ -83,7 +83,7 @@ class Tuner:
         return chosen, (median(times[0]), median(times[best]))
 
     def _rounds(self, runs: Sequence[Run], once: float) -> list[list[float]]:
-        """Milliseconds of each call in each round."""
+        """Time all calls in several rounds; return the milliseconds of each call in each round."""
         numbers = list(range(len(runs)))
         half = len(runs) // 2
         orders = [numbers, numbers[::-1], numbers[half:] + numbers[:half]]

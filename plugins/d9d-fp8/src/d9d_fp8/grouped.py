@@ -47,7 +47,7 @@ def supports_grouped(signature: OpSignature) -> Decision:
 
 
 def build_grouped(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend ``fp8``."""
+    """Build the backend ``fp8`` of the op ``grouped_linear``."""
     return grouped
 
 
@@ -61,7 +61,7 @@ def supports_emulated(signature: OpSignature) -> Decision:
 
 
 def build_emulated(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend ``fp8_emulated``."""
+    """Build the backend ``fp8_emulated`` of the op ``grouped_linear``."""
     return partial(grouped, emulate=True)
 
 

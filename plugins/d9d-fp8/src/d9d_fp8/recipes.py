@@ -71,7 +71,7 @@ def weight_gradient(recipe: str, rows: Tensor, grad: Tensor, *, emulate: bool) -
 
 
 def _product(a: Tensor, b: Tensor, pair: Pair, *, emulate: bool, fast: bool = False) -> Tensor:
-    """Product ``a @ b.T`` in the dtype of a."""
+    """Float8 product ``a @ b.T``, returned in the dtype of ``a``."""
     if not a.numel():  # no maximum to compute a scale from; the product is empty or all zeros
         return a.new_zeros(len(a), len(b))
     kinds = (pair[0].granularity, pair[1].granularity)

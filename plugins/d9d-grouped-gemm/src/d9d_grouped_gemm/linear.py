@@ -28,7 +28,7 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``grouped_gemm`` of the op ``grouped_linear``; its function is the same for every signature."""
     return GroupedGemm(importlib.import_module("grouped_gemm.ops").gmm)
 
 

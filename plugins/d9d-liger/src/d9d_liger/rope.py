@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``liger`` of the op ``rope``; its function is the same for every signature."""
     return rope
 
 

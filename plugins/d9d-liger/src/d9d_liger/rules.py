@@ -32,17 +32,17 @@ def rms_norm(signature: OpSignature) -> Decision:
 
 
 def silu_mul(signature: OpSignature) -> Decision:
-    """Accept dtypes that the kernels read, on CUDA."""
+    """Accept calls of ``silu_mul`` on CUDA in bfloat16, float16 or float32."""
     return _decide(signature)
 
 
 def rope(signature: OpSignature) -> Decision:
-    """Accept dtypes that the kernels read, on CUDA."""
+    """Accept calls of ``rope`` on CUDA in bfloat16, float16 or float32."""
     return _decide(signature)
 
 
 def linear_cross_entropy(signature: OpSignature) -> Decision:
-    """Accept dtypes that the kernels read, on CUDA."""
+    """Accept calls of ``linear_cross_entropy`` on CUDA in bfloat16, float16 or float32."""
     return _decide(signature)
 
 

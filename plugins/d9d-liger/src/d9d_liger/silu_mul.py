@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``liger`` of the op ``silu_mul``; its function is the same for every signature."""
     return silu_mul
 
 

@@ -33,7 +33,7 @@ _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker:
-    """Tracker ``mlflow``."""
+    """Tracker ``mlflow``, which opens or resumes a run in an MLflow store."""
 
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config

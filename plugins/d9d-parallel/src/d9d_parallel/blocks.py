@@ -16,14 +16,14 @@ def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
-    """Blocks of a stage, for a strategy that needs some.
+    """Blocks of a stage, for a strategy that cannot be applied without blocks.
 
     Args:
         stage: stage whose modules are searched.
         strategy: name of the strategy, for the error.
 
     Raises:
-        BuildError: there is none.
+        BuildError: the stage has no blocks.
     """
     if blocks := blocks_of(stage):
         return blocks

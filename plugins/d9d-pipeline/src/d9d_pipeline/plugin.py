@@ -75,7 +75,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Command ``d9d pipeline``."""
+    """Record of the command ``d9d pipeline``."""
     yield CommandSpec(
         name="pipeline",
         summary="Show a pipeline schedule, and compare schedules, without a GPU.",

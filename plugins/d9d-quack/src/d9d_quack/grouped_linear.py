@@ -24,7 +24,7 @@ _ARGUMENTS = ("cu_seqlens_m", "cu_seqlens_k", "dynamic_scheduler", "tuned")
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend. Imports the library, which takes seconds, before the first step.
+    """Build the backend ``quack`` of ``grouped_linear``; imports the library now, which takes seconds, not in a step.
 
     Raises:
         BuildError: this release of the library does not support rows of several experts.

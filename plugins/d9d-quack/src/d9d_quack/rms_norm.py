@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> RmsNorm:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``quack`` of the op ``rms_norm``; its function is the same for every signature."""
     # Imported here, because it takes seconds and the conditions of the backend do not need it.
     from quack.rmsnorm import rmsnorm
 

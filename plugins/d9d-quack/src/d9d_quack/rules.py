@@ -44,7 +44,7 @@ def rms_norm(signature: OpSignature) -> Decision:
 
 
 def swiglu(signature: OpSignature) -> Decision:
-    """Accept rows whose size tensor copies support."""
+    """Accept calls of ``swiglu`` whose row sizes the GPU's tensor copies (TMA) support."""
     if refusal := _refusal(signature, signature.static):
         return Decision(False, refusal)
     priority, reason = SWIGLU
@@ -52,7 +52,7 @@ def swiglu(signature: OpSignature) -> Decision:
 
 
 def grouped_linear(signature: OpSignature) -> Decision:
-    """Accept rows whose size tensor copies support, and any number of experts."""
+    """Accept calls of ``grouped_linear`` with any number of experts, and row sizes that tensor copies (TMA) support."""
     sizes = {name: size for name, size in signature.static.items() if name != "experts"}
     if refusal := _refusal(signature, sizes):
         return Decision(False, refusal)

@@ -21,7 +21,7 @@ _FLOATS = (torch.bfloat16, torch.float16)
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend. Imports the library, which takes seconds, before the first step."""
+    """Build the backend ``quack`` of the op ``swiglu``; imports the library now, which takes seconds, not in a step."""
     with warnings.catch_warnings():  # deprecation warnings of the library's dependencies
         warnings.simplefilter("ignore", DeprecationWarning)
         import quack.gemm_interface  # noqa: F401

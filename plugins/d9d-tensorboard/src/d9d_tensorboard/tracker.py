@@ -28,7 +28,7 @@ from d9d_tensorboard.config import TensorBoardConfig
 
 
 class TensorBoardTracker:
-    """Tracker ``tensorboard``."""
+    """Tracker ``tensorboard``, which opens the event file of a run."""
 
     def __init__(self, config: TensorBoardConfig) -> None:
         self._config = config

@@ -20,7 +20,7 @@ from d9d_triton.rms_norm import fill_norm, rms_norm_backward
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``triton`` of the op ``add_rms_norm``; its function is the same for every signature."""
     return add_rms_norm
 
 

@@ -27,7 +27,7 @@ _TABLES = 32
 
 
 class Blocks:
-    """Assignment of blocks to tensors for a launch over many tensors; caches the last tables.
+    """Tables that assign the blocks of one launch to many tensors; the last tables are cached.
 
     Args:
         size: elements of a block, which one program handles.

@@ -31,7 +31,7 @@ _HEADS = 4
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``triton`` of the op ``normed_rope``; its function is the same for every signature."""
     return normed_rope
 
 

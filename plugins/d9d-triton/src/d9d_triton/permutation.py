@@ -26,12 +26,12 @@ _BLOCK, _TILE = 1024, 4096
 
 
 def build_permute(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend of ``permute``."""
+    """Build the backend ``triton`` of the op ``permute``."""
     return permute
 
 
 def build_unpermute(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend of ``unpermute``."""
+    """Build the backend ``triton`` of the op ``unpermute``."""
     return unpermute
 
 

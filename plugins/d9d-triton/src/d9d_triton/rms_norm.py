@@ -28,7 +28,7 @@ _MOST_FEATURES_AHEAD = 8192
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``triton`` of the op ``rms_norm``; its function is the same for every signature."""
     return rms_norm
 
 

@@ -24,7 +24,7 @@ _PAIRS = 2048
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``triton`` of the op ``rope``; its function is the same for every signature."""
     return rope
 
 

@@ -104,7 +104,7 @@ def joint(signature: OpSignature) -> Decision:
 
 
 def by_rule(signature: OpSignature) -> Decision:
-    """Accept with the priority of the op's rule, if Triton kernels can run."""
+    """Accept calls of an op with the priority of its rule, if Triton kernels can run."""
     rule = RULES[signature.op]
     priority, reason = rule.compiled if signature.compiled else rule.eager
     return decide(signature, reason, priority=priority)

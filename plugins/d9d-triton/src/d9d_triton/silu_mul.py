@@ -21,7 +21,7 @@ _BLOCK = 2048
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``triton`` of the op ``silu_mul``; its function is the same for every signature."""
     return silu_mul
 
 

@@ -34,28 +34,28 @@ def gradient_power(signature: OpSignature) -> Decision:
 
 
 def linear_cross_entropy(signature: OpSignature) -> Decision:
-    """Accept dtypes that the kernels read; chosen automatically on CUDA."""
+    """Accept ``linear_cross_entropy`` in dtypes that the kernels read; chosen automatically on CUDA."""
     return decide(signature, "reads each logit once for the loss, and once more to overwrite it with its gradient")
 
 
 def linear_cross_entropy_sum(signature: OpSignature) -> Decision:
-    """Accept the same as :func:`linear_cross_entropy`, by name only."""
+    """Accept the same calls as :func:`linear_cross_entropy`; a job must name the backend."""
     return decide(signature, "memory for one chunk, if the loss is an unweighted sum; by name only", priority=0)
 
 
 def linear_cross_entropy_sum_narrow(signature: OpSignature) -> Decision:
-    """Accept bfloat16 and float32, by name only: float16 lacks the range for gradients before they are scaled."""
+    """Accept bfloat16 and float32; float16 lacks the range for unscaled gradients. A job must name the backend."""
     reason = "an unweighted sum in less memory; rounds the weight gradient once per chunk; by name only"
     return decide(signature, reason, ("bfloat16", "float32"), priority=0)
 
 
 def linear_cross_entropy_words(signature: OpSignature) -> Decision:
-    """Accept the same as :func:`linear_cross_entropy`, by name only."""
+    """Accept the same calls as :func:`linear_cross_entropy`; a job must name the backend."""
     return decide(signature, "much less memory, for four products instead of three; by name only", priority=0)
 
 
 def vocabulary_parallel_cross_entropy(signature: OpSignature) -> Decision:
-    """Accept dtypes that the kernels read; chosen automatically on CUDA."""
+    """Accept ``vocabulary_parallel_cross_entropy`` in dtypes that the kernels read; chosen automatically on CUDA."""
     return decide(signature, "reads each logit of the rank once for the statistics, and once for its gradient")
 
 

@@ -28,7 +28,7 @@ STEP = "step"
 
 
 class WandbTracker:
-    """Tracker ``wandb``."""
+    """Tracker ``wandb``, which opens or resumes a run of Weights & Biases."""
 
     def __init__(self, config: WandbConfig) -> None:
         self._config = config

@@ -55,7 +55,7 @@ def damage(draw: Draw, directory: Path, outside: Path) -> str:
 
 
 def edit_json(draw: Draw, file: Path) -> None:
-    """Edit the value of a JSON file."""
+    """Replace the value in a JSON file by an edited copy."""
     file.write_text(json.dumps(draw(edited(json.loads(file.read_text("utf-8"))))), "utf-8")
 
 

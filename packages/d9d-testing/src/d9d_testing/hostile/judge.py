@@ -62,7 +62,7 @@ class Judge:
         sys.addaudithook(self._on_event)
 
     def __call__(self, read: Callable[[], object]) -> Verdict:
-        """Judge one call of a reader."""
+        """Call a reader of hostile input, and return the verdict on the call."""
         touched: list[str] = []
         self._touched = touched
         try:

@@ -98,7 +98,7 @@ def edited(draw: st.DrawFn, value: Any, edits: int = 2) -> Any:
 
 
 def _places(value: Any) -> Any:
-    """Container and key of every nested value."""
+    """Container and key of every value that is nested in a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in list(items):
         yield value, key

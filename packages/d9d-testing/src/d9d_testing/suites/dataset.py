@@ -105,7 +105,7 @@ class DatasetSuite(ComponentSuite):
             )
 
     def test_order_is_the_same_in_another_process(self, tmp_path: Path) -> None:
-        """The ranks of a job, and a resumed run, are other processes, in which ``hash`` of a text is another number."""
+        """The order is the same in other processes (ranks, resumed runs), where ``hash`` of a text differs."""
         if type(self).build is not ComponentSuite.build:
             pytest.skip(f"{type(self).__name__} overrides build(), so another process cannot build the dataset")
         with self.opened(tmp_path) as stream:
@@ -150,7 +150,7 @@ class DatasetSuite(ComponentSuite):
         assert len(names) == 1, f"microbatches have different names: {sorted(names)}"
 
     def test_every_microbatch_has_the_tensors_that_the_record_names(self, tmp_path: Path) -> None:
-        """Tasks that read other tensors are refused before the data is opened."""
+        """Microbatches have the tensors that the record lists, with which tasks are compared before data is opened."""
         config = configured(self.kind, self.plugin, self.target, {**self.config, **self._data(tmp_path)})[1]
         given = given_by(registry_of(self.plugin), config)
         if given is None:
@@ -165,7 +165,7 @@ class DatasetSuite(ComponentSuite):
                 )
 
     def test_samples_hold_several_documents_only_if_the_config_says_so(self, tmp_path: Path) -> None:
-        """The config's statement selects attention kernels, which ignore ``documents`` if it is false."""
+        """``packs_documents`` of the config is right: if it is false, attention kernels ignore ``documents``."""
         if self.packs_documents(tmp_path) is not False:
             pytest.skip("the config does not state that a sample is one document")
         with self.opened(tmp_path) as stream:
@@ -310,7 +310,7 @@ class DatasetSuite(ComponentSuite):
             stream.save_assets(assets)
 
     def test_one_pass_gives_every_row_once(self, tmp_path: Path) -> None:
-        """Rows come in order over packs and ranks, then fillers; microbatches do not depend on the number of ranks."""
+        """One pass gives all rows once, in order, then fillers; microbatches do not depend on the number of ranks."""
         for size, micro, ranks in ((self.batch_size, 2, 2), (4 * self.batch_size, 1, 4)):
             alone, facts = self._passed(tmp_path, size, micro, ranks=1)
             self._check_rows(alone, facts)
@@ -322,7 +322,7 @@ class DatasetSuite(ComponentSuite):
             )
 
     def test_one_pass_resumes_at_any_pack(self, tmp_path: Path) -> None:
-        """One pass resumes on another number of ranks too."""
+        """One pass over all samples resumes at any pack, also on another number of ranks."""
         size = self.batch_size
         expected, _ = self._passed(tmp_path, size, 2, ranks=1)
         with self._in_one_pass(tmp_path, size, 2) as stream:
@@ -411,7 +411,7 @@ class DatasetSuite(ComponentSuite):
                 stream.close()
 
     def take(self, stream: Any, count: int) -> list[_Plain]:
-        """Copies of the next packs."""
+        """Read the next packs of a stream, and return copies of them."""
         return [_copied(stream.next_pack()) for _ in range(count)]
 
     def counted(self, packs: Sequence[_Plain]) -> Counter[object]:

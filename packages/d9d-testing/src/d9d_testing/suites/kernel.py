@@ -61,7 +61,7 @@ class KernelSuite:
     # --- for subclasses to override
 
     def op(self) -> Op:
-        """Op under test, with its calls in models."""
+        """Description of the op under test, with example calls as in models."""
         name = self.target.partition(".")[0]
         assert name in KNOWN_OPS, f"override {type(self).__name__}.op with the calls of '{name}'"
         known = KNOWN_OPS[name]

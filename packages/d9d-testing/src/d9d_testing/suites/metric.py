@@ -58,7 +58,7 @@ class MetricSuite(ComponentSuite):
         return observed(samples)
 
     def stage(self) -> nn.Module | None:
-        """Model to which a metric over tallies is attached."""
+        """Model to which a metric over tallies (sums that modules of the model keep) is attached."""
         return None
 
     # --- tests
@@ -177,7 +177,7 @@ class MetricSuite(ComponentSuite):
         assert not unknown, f"before the first update there are series {sorted(unknown)} that do not exist later"
 
     def test_values_can_be_logged(self) -> None:
-        """Values are scalars, vectors or tables, without a graph."""
+        """``compute`` returns scalars, vectors or tables, without an autograd graph."""
         for name, value in self.updated([slice(0, self.samples)]).compute().items():
             found = value.values if isinstance(value, Table | Vector) else value
             assert isinstance(found, Tensor), f"{name} is a {type(value).__name__}; return tensors, Vectors or Tables"

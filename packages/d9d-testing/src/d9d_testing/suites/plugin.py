@@ -87,7 +87,7 @@ class PluginSuite:
         _none(f"{name} imports torch; import it inside functions" for name in found if "torch" in found[name].modules)
 
     def test_configs_belong_to_their_records(self) -> None:
-        """Each config is a frozen, strict ``PluginConfig`` whose ``name`` is the record's; nested ones are strict."""
+        """Configs are frozen, strict ``PluginConfig`` classes with the record's ``name``; nested configs are strict."""
         _none(problem for entry, config in self._configs() for problem in _config_problems(entry, config))
 
     def test_open_unions_and_composite_records_belong_together(self) -> None:
@@ -109,7 +109,7 @@ class PluginSuite:
             )
 
     def test_every_config_field_is_documented(self) -> None:
-        """Each field, nested ones included, has a docstring below it; it becomes help in editors."""
+        """Each field, also of nested configs, has a docstring below it, which editors show as help."""
         _none(
             f"{entry}: {owner}.{field} has no docstring below it"
             for entry, config in self._configs()
@@ -134,7 +134,7 @@ class PluginSuite:
             assert name.get("const") == entry.spec.key, f"{entry}: 'name' is {name} in the schema"
 
     def test_capability_tokens_are_known(self) -> None:
-        """Tokens are core's, or declared by this plugin or one it builds on; a misspelt token would never hold."""
+        """Each token is declared by d9d-core, this plugin or one it builds on; a misspelt token would never hold."""
         plugins = [importlib.import_module(name) for name in (self.plugin, *self.builds_on)]
         specs = [entry.spec for entry in Registry.of(*plugins).entries("capability")]
         declared = {spec.token for spec in specs if isinstance(spec, CapabilitySpec)}
@@ -289,7 +289,7 @@ def _open_unions(model: Any) -> Iterator[str]:
 
 
 def _nested_round_trip(entry: Entry, model: Any, context: Mapping[str, Any]) -> None:
-    """Check that a nested config with default values reads back equal; one that needs values is not checked."""
+    """Check that a nested config with default values reads back equal; skip configs with required fields."""
     from pydantic import ValidationError
 
     try:

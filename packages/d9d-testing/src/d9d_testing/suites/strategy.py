@@ -179,7 +179,7 @@ class StrategySuite:
         return {"name": "toy_model", "features": 6, **({} if self.model_plugin else _TOY_MODEL), **self.model}
 
     def stage(self) -> torch.nn.Module:
-        """The model on the meta device, before any strategy."""
+        """Model of the suite on the meta device, before any strategy is applied."""
         job = job_of(self.job_values(), self.plugins())
         spec = job.registry.find("model", job.model.selector).spec
         assert isinstance(spec, ModelSpec)

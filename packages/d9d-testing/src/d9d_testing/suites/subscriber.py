@@ -80,9 +80,9 @@ class SubscriberSuite(ComponentSuite):
     def files(self, directory: Path) -> Mapping[str, bytes]:
         """Files of the subscriber after a run: name -> content; compared between runs.
 
-        By default all files in ``directory``, which ``fields`` got, and all files in the run's directory that the
-        training loop does not write itself. Leave out what may differ between runs, such as times and files of each
-        rank.
+        By default, the result has all files in ``directory``, the argument of ``fields``, and all files in the run's
+        directory that the training loop does not write itself. Leave out content that may differ between runs, such as
+        times and files of each rank.
         """
         found = contents(directory)
         return {name: content for name, content in found.items() if not name.startswith(_OF_THE_LOOP)}
@@ -103,7 +103,7 @@ class SubscriberSuite(ComponentSuite):
                 raise AssertionError(f"the handler of {event.__name__} must take the event only: {error}") from error
 
     def test_losses_and_weights_are_those_of_a_run_without_it(self, tmp_path: Path) -> None:
-        """Losses and weights of the whole run are identical, bit for bit."""
+        """Losses and weights are bit-identical to a run without the subscriber."""
         plain = self.trained(tmp_path / "plain", [])
         watched = self.trained(tmp_path / "watched", [self.watching(tmp_path)])
         for step, (found, expected) in enumerate(zip(watched.losses, plain.losses, strict=True)):
@@ -240,7 +240,7 @@ class SubscriberSuite(ComponentSuite):
             )
 
     def watching(self, directory: Path) -> Any:
-        """A new subscriber."""
+        """New subscriber under test."""
         return self.build(**self.fields(directory))
 
     def trained(self, directory: Path, subscribers: Iterable[Any], steps: int = 8) -> _Curve:

@@ -97,7 +97,7 @@ class TrackerSuite(ComponentSuite):
     # --- for subclasses to override
 
     def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
-        """Config fields."""
+        """Config fields of the tracker, which may write into ``directory``."""
         return {}
 
     def default_fields(self) -> Mapping[str, Any]:
@@ -144,7 +144,7 @@ class TrackerSuite(ComponentSuite):
 
     @pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
     def test_a_run_is_opened_written_and_closed(self, tmp_path: Path, status: Any) -> None:
-        """A run accepts any values, and also none."""
+        """Between open and close, a run accepts writes of any values, and of none."""
         for steps in ((), (1, 5, 5)):
             hub, notes = self.hub(self.fields(tmp_path))
             hub.open(self.run_info(tmp_path), {})

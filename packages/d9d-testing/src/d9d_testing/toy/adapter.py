@@ -27,7 +27,7 @@ class LowRank(nn.Module):
         self.up = nn.Parameter(weight_OI.new_empty(features_out, rank))
 
     def reset_parameters(self) -> None:
-        """A random ``down`` and a zero ``up``."""
+        """Initialise ``down`` with random values and ``up`` with zeros."""
         nn.init.normal_(self.down, std=self.down.shape[1] ** -0.5)
         nn.init.zeros_(self.up)
 

@@ -48,11 +48,11 @@ class ToyStream:
         return [{name: parts[name][index] for name in tensors} for index in range(len(parts["x"]))]
 
     def state(self) -> State:
-        """Number of packs taken."""
+        """State for checkpoints: the number of packs read so far."""
         return {"packs": self._packs, "features": self._config.features}
 
     def load_state(self, state: State) -> None:
-        """Continue after the packs taken."""
+        """Continue after the number of packs in a saved state."""
         if state["features"] != self._config.features:
             raise DataError("the checkpoint was taken with other data")
         packs = state["packs"]
@@ -60,7 +60,7 @@ class ToyStream:
         self._packs = packs
 
     def save_assets(self, directory: Path) -> None:
-        """Write one file."""
+        """Write one file, as an example of an asset such as a tokenizer."""
         (directory / "features.txt").write_text(str(self._config.features))
 
 
@@ -95,11 +95,11 @@ class ToyTokens:
         return [{"tokens": tokens.contiguous(), "targets": target} for tokens, target in zip(*parts, strict=True)]
 
     def state(self) -> State:
-        """Number of packs taken."""
+        """State for checkpoints: the number of packs read so far."""
         return {"packs": self._packs}
 
     def load_state(self, state: State) -> None:
-        """Continue after the packs taken."""
+        """Continue after the number of packs in a saved state."""
         packs = state["packs"]
         assert isinstance(packs, int)
         self._packs = packs

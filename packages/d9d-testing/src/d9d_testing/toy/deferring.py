@@ -24,7 +24,7 @@ class Deferring(nn.Module):
         self.deferral: Deferral | None = None
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """Defer the gradient of the weight."""
+        """Let a deferral compute the gradient of the weight later."""
         self.deferral = deferral
         return ("weight",)
 

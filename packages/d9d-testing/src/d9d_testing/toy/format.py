@@ -23,11 +23,11 @@ class ToyFormat:
         return ToyModelConfig(features=data["features"])
 
     def importer(self, _config: Any, _stored: Any) -> Mapper:
-        """Mapper that removes the prefix."""
+        """Mapper that removes the prefix from the names of stored tensors."""
         from d9d_weights.graph.select import Select
 
         return Select("toy")
 
     def exporter(self, config: Any) -> Mapper:
-        """Mapper that adds the prefix."""
+        """Mapper that adds the prefix to the names of the model's tensors."""
         return self.importer(config, config).inverse()

@@ -43,7 +43,7 @@ class ToyPeft:
         return self._trains
 
     def merge(self, stage: nn.Module) -> None:
-        """Set the scale to 2."""
+        """Set the model's buffer ``scale`` to 2."""
         for name, buffer in stage.named_buffers():
             if name == "scale":
                 buffer.fill_(2.0)

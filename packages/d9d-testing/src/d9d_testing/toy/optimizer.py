@@ -47,7 +47,7 @@ class ToyOptimizer:
         return self._lr
 
     def describe(self) -> Mapping[str, Any]:
-        """One group with all parameters."""
+        """Description for ``d9d explain``: one group with all parameters."""
         return {"all": {"lr": self._base, "parameters": list(self._parameters)}}
 
     def collectives(self) -> Sequence[Collective]:

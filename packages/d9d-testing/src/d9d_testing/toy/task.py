@@ -49,7 +49,7 @@ class ToyTask:
         return {"error": error.sum(), "decay": outputs["y"].float().square().mean(-1).sum()}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Absolute errors."""
+        """Observation for the toy metric: the absolute error of each output."""
         return {"absolute": (outputs["y"].detach() - microbatch["y"]).abs()}
 
 

@@ -44,7 +44,7 @@ class KeepOutputs:
     def __call__(
         self, _context: SelectiveCheckpointContext, operator: OpOverload, *_args: object, **_kwargs: object
     ) -> CheckpointPolicy:
-        """Policy for the outputs of one call of an operator.
+        """Return the policy for one operator call: store its outputs, or recompute them.
 
         Raises:
             BuildError: a pattern matches no operator.

@@ -93,7 +93,7 @@ class ContextCommunication:
     alone: dict[str, CommunicatesInContext] = field(default_factory=dict)
 
     def __call__(self, step: StepShape) -> Iterator[Collective]:
-        """List the collectives of all cores and modules; frozen layers may skip some of the backward."""
+        """List the collectives of all cores and modules; with frozen layers, some of the backward may be skipped."""
         frozen = any(not parameter.requires_grad for parameter in self.stage.parameters())
         for name, heads in self.cores.items():
             for call in self._of_core(heads):

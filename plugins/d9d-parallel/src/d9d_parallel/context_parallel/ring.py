@@ -263,7 +263,7 @@ class Merged:
 
     @property
     def found(self) -> tuple[Tensor, Tensor]:
-        """Output [B, Q, N, D], and log-sum-exp [B, Q, N]."""
+        """Output [B, Q, N, D] and log-sum-exp [B, Q, N] of the attention to all keys added so far."""
         if self._found is None:
             out = torch.zeros(self._shape, dtype=self._wide, device=self._device)
             self._found = out, out.new_full(self._shape[:3], -math.inf)

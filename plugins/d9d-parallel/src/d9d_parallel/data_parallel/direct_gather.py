@@ -123,7 +123,7 @@ class DirectGather:
         group._to_unsharded()  # noqa: SLF001
 
     def finalize(self) -> None:
-        """Finish the last backward of a step, after which parameters change."""
+        """Finish the last backward of a step, after which the optimizer changes parameters."""
         self.drop()
         self._finalize()
 

@@ -78,7 +78,7 @@ class Fsdp:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Wrap the stage. Collective over all ranks."""
+        """Wrap the stage with FSDP2, sharded over ``dp_shard`` and ``cp``. Collective over all ranks."""
         return wrap(stage, topology, _SHARDED, self._config, self._config.reshard_after_forward)
 
 
@@ -89,7 +89,7 @@ class Hsdp:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Wrap the stage. Collective over all ranks."""
+        """Wrap the stage with FSDP2, sharded and replicated. Collective over all ranks."""
         return wrap(stage, topology, _REPLICATED, self._config, self._config.reshard_after_forward)
 
 
@@ -298,7 +298,7 @@ def _reshard_without_backward(
 
 
 def _units_of(block: nn.Module) -> list[FSDPModule]:
-    """Units of a block and of the experts in it, in the order of a forward."""
+    """FSDP2 units of a block and of the experts in it, in the order of a forward."""
     return [unit for unit in block.modules() if isinstance(unit, FSDPModule)]
 
 

@@ -32,11 +32,11 @@ class LocalShards:
         self.forward: Callable[..., Any] = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward with local shards."""
+        """Call the module's forward with local shards as its parameters."""
         return self.with_parameters({}, *args, **kwargs)
 
     def with_parameters(self, other: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> Any:
-        """Call the forward with local shards, and with other tensors in place of some parameters."""
+        """Call the module's forward with local shards, and with other tensors in place of some parameters."""
         # As in FSDP2 and torch.func.functional_call: modules look up their parameters here at each access.
         own: dict[str, Any] = self.module._parameters  # noqa: SLF001
         replaced = {name: own[name] for name in own if name in other or isinstance(own[name], DTensor)}

@@ -40,7 +40,7 @@ class Turns:
         self._failed = False
 
     def begin(self, side: Side) -> None:
-        """Wait for the first turn.
+        """Wait for the first turn of this thread's side.
 
         Raises:
             AbortedError: the other side has failed.

@@ -76,7 +76,7 @@ class YieldingTransfer:
 
 
 def replace_dispatcher(layer: HasExperts, points: YieldPoints) -> Remove:
-    """Make a layer yield after it sends. In place.
+    """Make a layer with experts yield after it has sent tensors. In place.
 
     Returns:
         Function that restores the layer's dispatcher.

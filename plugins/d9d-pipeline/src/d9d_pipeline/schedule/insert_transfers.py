@@ -118,7 +118,7 @@ def _sends(computes: Sequence[Program], hosts: dict[int, int]) -> tuple[_Inserti
 
 
 def _offers(begins: Sequence[Sequence[float]], channels: _Channels) -> _Insertions:
-    """Receives to insert before each computation."""
+    """Receives to insert before each computation of each rank."""
     offers: _Insertions = [{} for _ in begins]
     for (source, target), arrivals in channels.items():
         there, here = begins[source], begins[target]

@@ -70,7 +70,7 @@ def timed(programs: Sequence[Program], costs: Costs, *, buffers: int | None = No
 
 
 class EventLoop:
-    """Event loop of a simulation; holds the times of all actions by their number."""
+    """Event loop of a simulation; holds the times of all actions, by the index of the action."""
 
     def __init__(self, index: ProgramIndex, costs: Costs, buffers: int | None) -> None:
         count = index.first[-1]

@@ -30,7 +30,7 @@ _ROWS, _FEATURES = 4, 1024
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``triton`` of the op ``attention_inputs``; its function is the same for every signature."""
     return attention_inputs
 
 
@@ -199,7 +199,7 @@ def _backward(
 def _weight_gradients(
     grads: Tensor, rows: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of the weights, from rows [R, H] and gradients of the outputs [R, F]; one product for all weights."""
+    """Gradients of all weights by one product of rows [R, H] and gradients of the outputs [R, F]."""
     widths = [len(weight) for weight in weights]
     if all(needed):
         return list(torch.split(grads.t().mm(rows), widths))

@@ -130,5 +130,5 @@ swiglu = register("d9d_triton::swiglu", TorchProducts())
 
 
 def build(_signature: OpSignature) -> Swiglu:
-    """Entry point of the backend, the same for every signature."""
+    """Build the backend ``triton`` of the op ``swiglu``; its function is the same for every signature."""
     return swiglu

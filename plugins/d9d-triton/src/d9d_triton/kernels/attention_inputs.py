@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def copy_rows(out, x, rows, features, out_row, x_row, ROWS: tl.constexpr, FEATURES: tl.constexpr):
-    """Copy a block of features of a block of rows.
+    """Copy kernel: copy a block of features of a block of rows to other memory.
 
     Args:
         out: [R, F], out; contiguous features.

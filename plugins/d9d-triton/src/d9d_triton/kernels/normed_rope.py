@@ -250,7 +250,7 @@ def _at(x, token, pair, x_token, x_feature):
 
 @triton.jit
 def _there(there, head, heads, EXACT: tl.constexpr):
-    """Mask of one head; false for a head index beyond the last head."""
+    """Mask of the elements of one head; false for a head index beyond the last head."""
     return there if EXACT else there & (tl.zeros_like(there).to(tl.int32) + head < heads)
 
 

@@ -31,22 +31,22 @@ _NARROW_BYTES = 304 << 20
 
 
 def build(_signature: OpSignature) -> LinearCrossEntropy:
-    """Entry point of the backend ``triton``."""
+    """Build the backend ``triton`` of the op ``linear_cross_entropy``."""
     return LinearCrossEntropy()
 
 
 def build_sum(_signature: OpSignature) -> LinearCrossEntropy:
-    """Entry point of the backend ``triton_sum``."""
+    """Build the backend ``triton_sum`` of the op ``linear_cross_entropy``."""
     return LinearCrossEntropy(ahead=True)
 
 
 def build_sum_narrow(_signature: OpSignature) -> LinearCrossEntropyNarrow:
-    """Entry point of the backend ``triton_sum_narrow``."""
+    """Build the backend ``triton_sum_narrow`` of the op ``linear_cross_entropy``."""
     return LinearCrossEntropyNarrow()
 
 
 def build_words(_signature: OpSignature) -> LinearCrossEntropyByWords:
-    """Entry point of the backend ``triton_words``."""
+    """Build the backend ``triton_words`` of the op ``linear_cross_entropy``."""
     return LinearCrossEntropyByWords()
 
 
@@ -261,7 +261,7 @@ def rows_of_chunk(hidden: Tensor, size: int) -> int:
 
 
 def narrow_rows(hidden: Tensor, weight: Tensor) -> int:
-    """Largest C of the narrow backend, whose chunks need memory for logits and hidden states."""
+    """Largest chunk C, in tokens, of ``triton_sum_narrow``, whose chunks need memory for logits and hidden states."""
     row = (columns(weight.shape[0]) + weight.shape[1]) * hidden.itemsize
     return max(_LEAST_ROWS, _NARROW_BYTES // row // narrow.TILE * narrow.TILE)
 

@@ -18,14 +18,14 @@ _TILE = 64
 
 
 def results(hidden: Tensor, targets: Tensor, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized losses, ranks (empty unless ``ranked``) and statistics."""
+    """Uninitialized memory for losses, ranks (empty unless ``ranked``) and statistics."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
     ranks = torch.empty(targets.shape if ranked else 0, dtype=torch.int64, device=hidden.device)
     return losses, ranks, losses.new_empty(2, targets.numel())
 
 
 def empty(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
-    """Uninitialized gradient; empty if it is not needed."""
+    """Uninitialized memory for a gradient; empty if the gradient is not needed."""
     return torch.empty(like.shape if wanted else 0, dtype=dtype, device=like.device)
 
 
@@ -37,7 +37,7 @@ def without_ignored(hidden: Tensor, targets: Tensor, wanted: bool) -> Tensor:
 
 
 def space_for(rows: int, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Uninitialized logits [rows, P]."""
+    """Uninitialized memory for the logits [rows, P] of a chunk."""
     return hidden.new_empty(rows, columns(weight.shape[0]))
 
 

@@ -28,7 +28,7 @@ _BLOCKS = 4
 
 
 def columns(words: int) -> int:
-    """P for a vocabulary of V entries."""
+    """Number of columns P of a row of logits in memory, for a vocabulary of V entries."""
     return (words + _COLUMNS - 1) // _COLUMNS * _COLUMNS
 
 

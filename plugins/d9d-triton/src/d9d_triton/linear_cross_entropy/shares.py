@@ -36,7 +36,7 @@ _OP = "vocabulary_parallel_cross_entropy"
 
 
 def build(_signature: OpSignature) -> type[VocabularyShareCrossEntropy]:
-    """Entry point of the backend ``triton``: class that takes a shard of the vocabulary and computes the losses."""
+    """Build the backend ``triton``: a class that takes a shard of the vocabulary and computes the losses."""
     return VocabularyShareCrossEntropy
 
 

@@ -173,13 +173,13 @@ def _even(words: int, size: int) -> int:
 
 
 def _chunks(words: int, size: int) -> list[slice]:
-    """Slices of the vocabulary."""
+    """Slices of the vocabulary, one for each chunk."""
     size = _even(words, size)
     return [slice(start, min(start + size, words)) for start in range(0, words, size)]
 
 
 def _space(hidden: Tensor, weight: Tensor, size: int, *, wanted: bool) -> Tensor:
-    """Uninitialized logits [T, P] of a chunk; no rows unless ``wanted``."""
+    """Uninitialized memory for the logits [T, P] of a chunk; no rows unless ``wanted``."""
     tokens = hidden.shape[:-1].numel() if wanted else 0
     return hidden.new_empty(tokens, columns(_even(weight.shape[0], size)))
 

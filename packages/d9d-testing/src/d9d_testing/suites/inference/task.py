@@ -123,7 +123,7 @@ class InferenceTaskSuite(ComponentSuite):
             assert isinstance(value, float | int), f"finalize() returned '{name}' as a {type(value).__name__}"
 
     def ready(self) -> Any:
-        """Task after its ``check``."""
+        """New inference task, after a call of its ``check``."""
         task = self.build()
         task.check(self.model, self.facts)
         return task

@@ -99,7 +99,7 @@ class DispatcherSuite:
                         assert_close_gradients({what: found[name]}, {what: expected[name]}, within)
 
     def run(self, ranks: int, cases: Sequence[Case]) -> dict[str, list[list[dict[str, Tensor]]]]:
-        """Run the cases on a world: dtype -> rank -> case -> tensors."""
+        """Run the cases on all ranks of a world; return tensors by dtype, rank and case."""
         plain = [asdict(case) for case in cases]
         world = World(ranks, backend=_BACKENDS[self.device])
         results = world.run(steps, self.factory, plain, list(self.dtypes), self.hidden, self.device)

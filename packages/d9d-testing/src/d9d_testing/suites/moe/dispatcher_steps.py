@@ -59,7 +59,7 @@ def inputs_of(case: Case, rank: int, hidden: int, dtype: torch.dtype) -> dict[st
 def steps(
     factory: str, cases: list[dict[str, Any]], dtypes: Sequence[str], hidden: int, device: str
 ) -> dict[str, list[dict[str, Tensor]]]:
-    """Run the cases on this rank: dtype -> case -> output and gradients. Collective over the world."""
+    """Run the cases on this rank; return output and gradients by dtype and case. Collective over the world."""
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
     make, group = load_factory(factory), dist.group.WORLD

@@ -10,7 +10,7 @@ from d9d_core.plugin import Ref
 
 
 def load_factory(target: str) -> Callable[..., Any]:
-    """Load ``module:attribute`` or ``file.py:attribute``."""
+    """Load the object that ``module:attribute`` or ``file.py:attribute`` names."""
     file, _, name = target.rpartition(":")
     loaded: Callable[..., Any] = runpy.run_path(file)[name] if file.endswith(".py") else Ref(target).load()
     return loaded

@@ -63,7 +63,7 @@ class RouterSuite:
                 assert (routing.limit is not None) == drops, f"{name}: limit is {routing.limit}"
 
     def test_counts_are_those_of_the_indices(self) -> None:
-        """Counts are the rows of each expert; the index E, for dropped rows, is not counted."""
+        """Counts are the numbers of rows of each expert; the index E, for dropped rows, is not counted."""
         for name, router in self.routers():
             routing = router(_tokens())
             assert int(routing.indices.min()) >= 0, f"{name}: negative indices"

@@ -1,1 +1,1 @@
-"""Helpers shared by several suites, and functions for worlds' ranks."""
+"""Helpers shared by several suites, and functions that the ranks of a world run."""

@@ -45,7 +45,7 @@ def _plain_slot(op: str, reference: str, static: Mapping[str, Any]) -> OpSlot:
 
 
 def invoke_plainly(slot: OpSlot, call: Call) -> Tensor:
-    """Call the slot with all inputs in order."""
+    """Call an op slot with all inputs of a call, in order."""
     out: Tensor = slot(*call.inputs.values(), **call.options)
     return out
 
@@ -253,7 +253,7 @@ def _adamw_slot(_static: Mapping[str, Any]) -> OpSlot:
 
 
 def _invoke_adamw(slot: OpSlot, call: Call) -> Tensor:
-    """Parameters after two steps, the second with halved gradients."""
+    """Run two AdamW steps, the second with halved gradients; return the parameters."""
     names = [name for name in call.inputs if name.startswith("parameter")]
     parameters = {name: nn.Parameter(call.inputs[name].clone()) for name in names}
     optimizer = _adamw(parameters)
