@@ -31,7 +31,7 @@ def add_rms_norm(
 
     Args:
         x: [..., D], of any strides.
-        added: [..., D], of any strides; ``None`` for nothing.
+        added: [..., D], of any strides; ``None`` to add nothing.
         weight: [D].
         eps: added to the mean square.
         dtype: dtype of the norm, bfloat16, float16 or float32; by default the dtype of the sum.

@@ -44,8 +44,8 @@ class StrategySuite:
     Attributes:
         plugin: declaration module, or path of a single-file plugin.
         target: name of the strategy.
-        meshes: meshes to test; small, because every rank is a process. Resume is tested on the last one.
-        settings: config fields, one mapping for each variation to test. Resume is tested with the first one.
+        meshes: meshes to test; small, because every rank is a process. Resume is tested on the last mesh.
+        settings: config fields, one mapping for each variation to test. Resume is tested with the first mapping.
         beside: further strategies of the job, as in a job file.
         model: config fields of the toy model, or of another model.
         model_plugin: declaration module, or path of a single-file plugin, of another model.

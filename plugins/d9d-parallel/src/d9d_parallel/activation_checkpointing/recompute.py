@@ -22,7 +22,7 @@ class Recomputed:
 
     Args:
         forward: original forward of the module.
-        preserve_rng_state: whether random numbers must repeat.
+        preserve_rng_state: whether the recomputation must draw the same random numbers.
         contexts: contexts of selective checkpointing; ``None`` stores nothing; see
             :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`.
     """
@@ -52,7 +52,7 @@ def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True, con
 
     Args:
         module: module with the forward.
-        preserve_rng_state: whether random numbers must repeat.
+        preserve_rng_state: whether the recomputation must draw the same random numbers.
         contexts: contexts of selective checkpointing; ``None`` stores nothing; see
             :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`.
     """

@@ -4,12 +4,12 @@ The slot's static facts are the same as of the op ``attention``. A backend is an
 leave work queued on the device and must not synchronise; :class:`ReferenceBlocks` is the reference:
 
 - ``prepare(queries, keys, documents, window, device) -> [(queries, keys, mask), ...]`` divides the block into parts.
-    Positions of queries and keys are ranges in ascending order; ``documents`` is int64 [B, S] of all positions or
-    ``None``; ``window`` is the number of positions that a query attends to, or ``None``. A part is a slice of the
-    queries, a slice of the keys, and the backend's data for it. No query may attend to a key outside of the parts.
-  - ``(query, key, value, mask) -> (out, total)`` computes a part, see :func:`attend`.
-  - ``backward(grad, query, key, value, out, total, mask) -> gradients`` is its backward, given the output and the
-    log-sum-exps of the whole attention, see :func:`attend_backward`.
+  Positions of queries and keys are ranges in ascending order; ``documents`` is int64 [B, S] of all positions or
+  ``None``; ``window`` is the number of positions that a query attends to, or ``None``. A part is a slice of the
+  queries, a slice of the keys, and the backend's data for it. No query may attend to a key outside of the parts.
+- ``(query, key, value, mask) -> (out, total)`` computes a part, see :func:`attend`.
+- ``backward(grad, query, key, value, out, total, mask) -> gradients`` is its backward, given the output and the
+  log-sum-exps of the whole attention, see :func:`attend_backward`.
 
 The reference computes in float32 or wider, in tiles of queries; only one tile's scores exist at a time, also in the
 backward, which recomputes them. Dao et al. 2022, "FlashAttention", sections 3.1 and B.2.

@@ -41,7 +41,7 @@ class AttentionCosts:
     head_ranks: int | None
 
     def __call__(self, op: OpCost, ranks: int) -> ContextCost:
-        """Cost of an attention of a rank's own queries to all keys, on a number of ranks.
+        """Cost of the attention of one rank's own queries to all keys, with a given number of ranks of ``cp``.
 
         Raises:
             BuildError: the heads cannot be divided over the ranks.

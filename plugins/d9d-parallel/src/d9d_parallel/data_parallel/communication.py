@@ -45,8 +45,8 @@ class FsdpCommunication:
         topology: topology of this rank.
         units: units with parameters, in the order in which their forwards end.
         defer: reductions deferred to the last microbatch.
-        param_dtype: format of gathered parameters, if not the parameters' own.
-        reduce_dtype: format of reductions, if not the gradients' own.
+        param_dtype: dtype of gathered parameters, if it differs from the dtype of the parameters.
+        reduce_dtype: dtype of reductions, if it differs from the dtype of the gradients.
     """
 
     stage: nn.Module

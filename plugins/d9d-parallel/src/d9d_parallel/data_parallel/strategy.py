@@ -319,7 +319,7 @@ def _windows(blocks: list[list[FSDPModule]], depth: int) -> Iterable[tuple[list[
 
 
 def _reduce_dtype(stage: nn.Module, config: DataParallelConfig) -> torch.dtype | None:
-    """Format of sums over ranks; ``None`` for the format in which gradients are accumulated."""
+    """Dtype of sums over ranks; ``None`` for the dtype in which gradients are accumulated."""
     compute = _dtype(config.compute_dtype)
     if config.reduce_dtype is not None or compute is None:
         return _dtype(config.reduce_dtype)

@@ -59,7 +59,7 @@ class AsyncColumns:
     Args:
         module: module that takes hidden states [B, S, H], and may take shards of other modules' parameters.
         columns: layers of the module that lend their products.
-        products: products with the ranks that have the other positions.
+        products: computes products together with the ranks that have the other positions.
     """
 
     def __init__(self, module: nn.Module, columns: Sequence[Column], products: AsyncProducts) -> None:
@@ -92,7 +92,7 @@ class RowProduct:
 
     Args:
         layer: the layer.
-        products: products with the ranks that have the other features.
+        products: computes products together with the ranks that have the other features.
     """
 
     def __init__(self, layer: Any, products: AsyncProducts) -> None:

@@ -52,10 +52,10 @@ class PairRunner:
         Args:
             forward: called in this thread. It may not run a backward on the GPU, which would wait for the other
                 backward.
-            backward: called in another thread, with autograd's defaults: grad mode on, autocast off. Random number
-                generators are unchanged wherever it yields, because no yield point is inside a recomputed forward. A
-                recomputed forward empties autocast's cache of cast weights, so a weight that the other side uses twice
-                may be cast twice: its gradients are then added before rounding, not after.
+            backward: called in another thread, with autograd's defaults: grad mode on, autocast off. When the backward
+                yields, the states of random number generators are unchanged, because no yield point is inside a
+                recomputed forward. A recomputed forward empties autocast's cache of cast weights, so a weight that the
+                forward of the pair uses twice may be cast twice; this changes the rounding of its gradient.
 
         Raises:
             BaseException: exception of the first side that failed. The other side ends where it waits. FSDP2 and

@@ -49,7 +49,10 @@ class Turns:
             self._wait(side)
 
     def yield_turn(self, side: Side) -> None:
-        """Let the other side run to its next yield point. Returns at once if it has ended, or on its own threads.
+        """Let the other side run to its next yield point.
+
+        Returns at once if the other side has ended, or if a thread of the other side calls it: a forward that is
+        recomputed in the backward, or a backward inside the forward.
 
         Raises:
             AbortedError: the other side has failed.

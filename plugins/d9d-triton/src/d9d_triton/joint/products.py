@@ -1,4 +1,4 @@
-"""Products with several weights at once, which may be adjacent in memory.
+"""Matrix products of rows with several weights at once; the weights may be adjacent in memory.
 
 Shapes: R rows, H features of the input, F features of all results together.
 """

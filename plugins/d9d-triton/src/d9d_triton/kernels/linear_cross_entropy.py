@@ -42,7 +42,7 @@ def take_statistics(
         totals: float32 [C], out: sum of ``exp(logit - largest)``.
         ranks: int64 [C], out: number of logits greater than the target's logit (NaN included).
         ignored: target index of rows that are left out.
-        RANKED: whether to count ranks.
+        RANKED: whether to count the ranks of targets.
         WORDS: V.
         STRIDE: P.
         BLOCK: logits of one iteration.

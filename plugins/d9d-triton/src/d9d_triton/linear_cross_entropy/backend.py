@@ -104,7 +104,7 @@ class LinearCrossEntropy:
     def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute losses, and ranks if ``ranked``, else an empty tensor."""
+        """Compute losses, and the ranks of targets if ``ranked``, else an empty tensor."""
         parameter = weight
         hidden, weight = autocast_operands(hidden, weight)
         check_operands("linear_cross_entropy", hidden, weight, targets)

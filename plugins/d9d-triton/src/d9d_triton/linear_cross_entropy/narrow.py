@@ -48,7 +48,7 @@ def token_losses_narrow(
         weight: [V, H].
         targets: int64 [...].
         rows: largest C.
-        ranked: whether to count ranks.
+        ranked: whether to count the ranks of targets.
         of_hidden: whether the hidden states need a gradient.
         of_weight: whether the weight needs a gradient.
 

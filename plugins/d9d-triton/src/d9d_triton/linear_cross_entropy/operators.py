@@ -47,7 +47,7 @@ def token_losses(
         targets: int64 [...].
         rows: largest C for tokens whose logits are not kept.
         kept: K, counted from the first token.
-        ranked: whether to count ranks.
+        ranked: whether to count the ranks of targets.
         cast_from: [V, H], the tensor of a wider dtype from which ``weight`` was cast. If given, it receives the
             gradient instead of ``weight``, in its own dtype, without rounding to the dtype of ``weight`` and casting
             back.
@@ -108,7 +108,7 @@ def token_losses_ahead(
         weight: [V, H].
         targets: int64 [...].
         rows: largest C.
-        ranked: whether to count ranks.
+        ranked: whether to count the ranks of targets.
         of_hidden: whether the hidden states need a gradient.
         of_weight: whether the weight needs a gradient.
 

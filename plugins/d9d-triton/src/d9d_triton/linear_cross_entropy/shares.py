@@ -52,7 +52,7 @@ class VocabularyShareCrossEntropy(VocabularyParallelCrossEntropy):
     def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute losses, and ranks if ``ranked``, else an empty tensor. Collective over the ranks of the vocabulary.
+        """Compute losses, and the ranks of targets if ``ranked``. Collective over the ranks that share the vocabulary.
 
         Args:
             hidden: [..., H].
@@ -61,7 +61,7 @@ class VocabularyShareCrossEntropy(VocabularyParallelCrossEntropy):
             rows: largest C; ``None`` chooses by V.
             keep: whether to keep all logits or none; ``None`` keeps as many as
                 :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` allows.
-            ranked: whether to count ranks, which needs logits that were not kept once more.
+            ranked: whether to count the ranks of targets, which needs logits that were not kept once more.
 
         Raises:
             TypeError: the kernels do not support the dtype, or hidden and weight differ in dtype.

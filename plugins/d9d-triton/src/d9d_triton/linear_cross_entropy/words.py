@@ -36,7 +36,8 @@ def token_losses_by_words(
         targets: int64 [...].
         size: largest W.
         keep: whether to keep the logits of the last chunk, which the backward then overwrites; not if ``ranked``.
-        ranked: whether to count ranks, for one more product: the target's logit is known only after the last chunk.
+        ranked: whether to count the ranks of targets, for one more product: the target's logit is known only after the
+            last chunk.
 
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [T, P].
