@@ -43,7 +43,8 @@ class AimTracker:
             repo = aim.Repo.from_path(place, init=not made)
         except Exception as error:  # Aim and its dependencies raise many types
             raise PluginError(
-                f"the Aim repository {place} cannot be opened ({error}); set repo of the tracker 'aim' to another"
+                f"the Aim repository {place} cannot be opened ({error}); set repo of the tracker 'aim' to a "
+                "repository that can be opened"
             ) from error
         opened = None
         if run.resumed_step and state is not None:

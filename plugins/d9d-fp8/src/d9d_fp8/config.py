@@ -27,5 +27,5 @@ class Fp8Config(PluginConfig):
     @classmethod
     def _at_least_one(cls, modules: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if modules is not None and not modules:
-            raise ValueError("needs at least one pattern; omit the field to convert the linear layers of all blocks")
+            raise ValueError("'modules' needs at least one pattern; omit it to convert the linear layers of all blocks")
         return modules

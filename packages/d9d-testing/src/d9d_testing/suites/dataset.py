@@ -121,7 +121,7 @@ class DatasetSuite(ComponentSuite):
         )
 
     def test_packs_are_microbatches_of_the_stated_size(self, tmp_path: Path) -> None:
-        """Every rank gets the same number of microbatches, with the same names, on the CPU."""
+        """Every rank gets the same number of microbatches of the stated size, with equal tensor names, on the CPU."""
         names = set()
         for ranks, size in ((1, 2), (2, 1), (4, 2)):
             for rank in range(ranks):

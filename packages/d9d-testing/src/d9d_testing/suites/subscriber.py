@@ -168,7 +168,7 @@ class SubscriberSuite(ComponentSuite):
         assert not notes, f"the subscriber itself fails when it is notified of a failed run: {notes[0]}"
 
     def test_it_watches_a_resumed_run(self, tmp_path: Path) -> None:
-        """A run resumed from a checkpoint with a new subscriber gives the same weights."""
+        """A run that is resumed with a new subscriber gives the same weights as a run without subscribers."""
         plain = self.trained(tmp_path / "plain", [])
         self.trained(tmp_path / "run", [self.watching(tmp_path)], steps=4)
         resumed = self.trained(tmp_path / "run", [self.watching(tmp_path)])

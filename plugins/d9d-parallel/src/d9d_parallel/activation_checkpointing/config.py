@@ -27,5 +27,5 @@ class ActivationCheckpointingConfig(PluginConfig):
     @classmethod
     def _at_least_one(cls, match: tuple[str, ...]) -> tuple[str, ...]:
         if not match:
-            raise ValueError("needs at least one pattern; leave it out to take all blocks")
+            raise ValueError("'match' needs at least one pattern; omit it to checkpoint all blocks")
         return match

@@ -16,7 +16,9 @@ _NOTABLE = 1 / 16
 
 
 class ForeignWeights:
-    """Foreign weights of a stage; attaches the stage's deferral to all modules with ``DefersWeights``.
+    """Foreign weights of a stage: matrices of modules that cannot defer their weight gradients themselves.
+
+    The constructor attaches the stage's deferral to all modules with the trait ``DefersWeights``.
 
     Args:
         stage: stage after all strategies were applied.
