@@ -20,5 +20,5 @@ def test_the_table_has_every_member_and_what_a_job_file_can_name() -> None:
     members = [path.parent for house in ("packages", "plugins") for path in ROOT.glob(f"{house}/*/pyproject.toml")]
     for member in members:
         assert f"| [{member.name}](../{member.relative_to(ROOT).as_posix()}/README.md) |" in text
-    for name in ("muon", "wandb", "mlflow", "aim", "tensorboard", "inverse_sqrt", "d9d new"):
+    for name in ("muon", "wandb", "mlflow", "aim", "tensorboard", "inverse_sqrt", "d9d new plugin"):
         assert f"`{name}`" in text

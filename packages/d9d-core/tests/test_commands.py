@@ -70,7 +70,7 @@ def entries(registry: Registry, name: str) -> list[Any]:
 def test_a_command_that_several_plugins_declare_is_listed_with_each_distribution() -> None:
     registry = Registry.of(plugin("acme", "brew", "pour"), plugin("other", "brew"))
     listed = group(registry).list_commands(None)
-    own = [entry.spec.key for entry in foundation_commands(registry)]
+    own = [entry.spec.key.partition(" ")[0] for entry in foundation_commands(registry)]
     assert listed == [*own, "acme/brew", "other/brew", "pour"]
     assert own
 
@@ -84,6 +84,27 @@ def test_a_command_is_found_by_its_name_or_with_its_distribution() -> None:
         commands.get_command(None, "brew")
     first = commands.list_commands(None)[0]
     assert commands.get_command(None, first)._entry.origin.distribution in FOUNDATION
+
+
+def test_commands_of_several_packages_may_begin_with_one_word() -> None:
+    registry = Registry.of(plugin("acme", "cup", "pot", group="brew"), plugin("other", "jug", group="brew"))
+    commands = group(registry)
+    assert commands.list_commands(None).count("brew") == 1
+    inner = commands.get_command(None, "brew")
+    assert inner.list_commands(None) == ["cup", "jug", "pot"]
+    assert inner.help == "The cup. The jug. The pot."
+    assert inner.get_command(None, "jug")._entry.origin.distribution == "other"
+    assert inner.get_command(None, "sip") is None
+    assert commands.get_command(None, "cup") is None
+
+
+def test_a_second_word_of_a_package_that_is_not_installed_is_told() -> None:
+    inner = group(Registry.of(plugin("acme", "cup", group="new"))).get_command(None, "new")
+    assert inner.list_commands(None) == ["cup", "plugin"]
+    with pytest.raises(PluginError, match="'new job' .*d9d-data"):
+        inner.get_command(None, "job")
+    with pytest.raises(PluginError, match="declared by"):
+        group(Registry.of(*(plugin(name, "cup", group="new") for name in ("a", "b")))).get_command(None, "new")
 
 
 def test_plugins_commands_with_a_name_of_d9d_are_hidden_and_told() -> None:

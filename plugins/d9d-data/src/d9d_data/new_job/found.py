@@ -11,8 +11,8 @@ from typing import Any
 
 from d9d_core.errors import DataError, JobError
 from d9d_core.job_file.found_model import find_model
-from d9d_core.job_file.pretrained import find_manifest, read_config_json
 from d9d_core.registry.registry import Registry
+from d9d_core.untrusted import parse_json, read_regular
 
 from d9d_data.chat.encode import strings_in
 from d9d_data.chat.template import ChatTemplate
@@ -89,7 +89,8 @@ def look_at_model(directory: str, registry: Registry) -> Model:
         download = f"; download it: hf download {directory} --local-dir ./{name}" if _is_hub_name(directory) else ""
         raise JobError(f"--model: {directory} does not exist{download}")
     selector, _ = find_model(directory, registry)
-    data = {} if find_manifest(directory) is not None else dict(read_config_json(directory))
+    file = path / "config.json"
+    data = parse_json(read_regular(file, links="near")) if file.is_file() else {}  # a checkpoint has none
     inner = data.get("text_config")
     fields = {**(inner if isinstance(inner, dict) else {}), **data}
     positions = fields.get("max_position_embeddings")

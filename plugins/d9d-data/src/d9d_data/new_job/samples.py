@@ -27,21 +27,24 @@ _TEMPLATE = """\
 {% endif %}"""
 _LONGEST = 400
 _TYPES = (str, bytes, list, dict, set, int, float)
-_MODULES = ("builtins", "collections", "functools", "itertools", "json", "math", "os.path", "random", "shutil", "statistics",
-            "string", "textwrap")  # fmt: skip
+_MODULES = (
+    "builtins", "collections", "functools", "itertools", "json", "math", "os.path", "random", "shutil", "statistics",
+    "string", "textwrap",
+)  # fmt: skip
 
 
 def answers() -> Iterator[tuple[str, str]]:
     """Names of functions and methods, and the first paragraph of the docstring of each."""
-    owners = [("", importlib.import_module(name)) if name == "builtins" else (f"{name}.", importlib.import_module(name))
-              for name in _MODULES]  # fmt: skip
-    for prefix, owner in [*owners, *((f"{kind.__name__}.", kind) for kind in _TYPES)]:
+    owners: list[tuple[str, object]] = [(name, importlib.import_module(name)) for name in _MODULES]
+    owners += [(kind.__name__, kind) for kind in _TYPES]
+    for place, owner in owners:
         for name, member in sorted(vars(owner).items()):
             text = inspect.getdoc(member) if callable(member) and not name.startswith("_") else None
             paragraphs = [" ".join(part.split()) for part in (text or "").split("\n\n")]
             first = next((part for part in paragraphs if part and "(" not in part.split(" ")[0]), "")
-            if first and len(first) <= _LONGEST and not _is_exception(member):
-                yield f"{prefix}{name}", first
+            elsewhere = getattr(member, "__module__", None) in _MODULES and member.__module__ != place
+            if first and len(first) <= _LONGEST and not elsewhere and not _is_exception(member):
+                yield f"{place}.{name}".removeprefix("builtins."), first
 
 
 def _is_exception(member: object) -> bool:

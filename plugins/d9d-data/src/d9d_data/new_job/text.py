@@ -82,7 +82,7 @@ def _sections(plan: Plan) -> Iterator[str]:
     yield "logging: {every: 10}"
     yield "checkpoint: {every: 100}"
     yield (
-        "\n# More: activation_checkpointing in `parallel` saves memory; trackers: [console, jsonl, wandb] logs elsewhere.\n"
+        "\n# parallel: [activation_checkpointing] saves memory; trackers: [console, jsonl, wandb] also logs to wandb.\n"
         "# `d9d plugins list` names all components, `d9d plugins show NAME` their fields."
     )
 
@@ -98,7 +98,8 @@ def _model(plan: Plan) -> str:
     if not head:
         return f"model: {{pretrained: {_yaml(model.directory)}}} # {about}\n"
     tied = "  tie_embeddings: false # there is no head that could share the weight\n" if model.tied else ""
-    return f"model:\n  name: {model.selector} # {about}\n  pretrained: {_yaml(model.directory)}\n{tied}  heads: {{{head}}}\n"
+    start = f"model:\n  name: {model.selector} # {about}\n  pretrained: {_yaml(model.directory)}\n"
+    return f"{start}{tied}  heads: {{{head}}}\n"
 
 
 def _data(plan: Plan) -> str:
@@ -127,11 +128,11 @@ def _optimizer(plan: Plan) -> str:
     size, part = _SMALL_BATCH if new else plan.kind.batch
     rate = _SMALL_RATE if new else plan.kind.rate
     few = 0 <= plan.records.count < _FEW * size
-    length = "steps: 300" if new else "epochs: 2" if few else "epochs: 1"
+    length = "steps: 200" if new else "epochs: 2" if few else "epochs: 1"
     return (
         f"optimizer: {{name: adamw, lr: {rate}}}\n"
         "lr_schedule: {name: cosine, warmup_steps: 20}\n"
-        f"batch: {{size: {size}, microbatch: {part}}} # samples per step; samples per forward, as many as memory allows\n"
+        f"batch: {{size: {size}, microbatch: {part}}} # samples per step, and per forward: as many as fit\n"
         f"{length}\n"
     )
 

@@ -1,0 +1,194 @@
+"""Jobs that ``d9d new job`` writes: they load, fit the model and the records, and say what was chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_core.errors import D9dError, DataError, JobError
+from d9d_core.job import JobFile
+from d9d_data.new_job.command import app
+from d9d_data.new_job.kinds import KINDS
+from d9d_data.new_job.samples import answers, write_tokenizer
+from d9d_data.tokenizer.select import make_tokenizer
+from typer.testing import CliRunner
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer") / "it"
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("d9d_data.new_job.found.gpus", lambda: (0, ""))
+    return tmp_path
+
+
+@pytest.fixture
+def model(place: Path, tokenizer: Path) -> Path:
+    directory = place / "base model"
+    directory.mkdir()
+    for file in tokenizer.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    return directory
+
+
+def write(*arguments: str) -> str:
+    """Run the command, and return its output."""
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def lines(file: Path, *records: dict[str, Any]) -> str:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
+
+
+def chat(count: int) -> list[dict[str, Any]]:
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A fox. " * 60}]
+    return [{"messages": turns}] * count
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.tunes])
+def test_a_job_from_nothing_loads(kind: str, place: Path) -> None:
+    output = write(kind)
+    job = JobFile.load(place / f"{kind}.yaml")
+    assert job.run.name == kind
+    assert f"d9d train {kind}.yaml" in output
+    assert "a small set to try the job with" in output
+    assert (place / f"{kind}.yaml").read_text().startswith(f"# {KINDS[kind].title}.\n")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_for_a_model_loads_and_uses_it(kind: str, place: Path, model: Path) -> None:
+    teacher = ["--teacher", str(model)] if kind == "distillation" else []
+    output = write(kind, "--model", str(model), *teacher)
+    job = JobFile.load(place / f"{kind}.yaml")
+    assert job.model.pretrained == str(model)
+    assert (job.peft is not None) == (kind in ("lora", "dpo"))
+    assert f"llama in {model}, read by 'llama'" in output.replace("\n", "")
+    heads = {"classification": "classification", "embedding": "embedding"}
+    assert [head.kind for head in job.model.heads.values()] == [heads.get(kind, "causal_lm")]
+    assert job.evaluation is not None
+
+
+def test_the_length_of_samples_follows_the_records_and_the_model(place: Path, model: Path) -> None:
+    short, long = lines(place / "short.jsonl", *chat(3)), lines(place / "long.jsonl", {"messages": [
+        {"role": "user", "content": "x"}, {"role": "assistant", "content": "many words " * 2000}]})  # fmt: skip
+    tokens = make_tokenizer(str(model), None, ()).encode(["user Who? assistant " + "A fox. " * 60])[0]
+    output = write("sft", "--model", str(model), "--data", short)
+    length = JobFile.load(place / "sft.yaml").data.sequence_length
+    assert len(tokens) < length <= len(tokens) * 1.2 + 128
+    assert length % 64 == 0
+    assert f"sequence_length: {length}" in output
+    write("sft", "--model", str(model), "--data", long, "--output", "long.yaml")
+    assert JobFile.load(place / "long.yaml").data.sequence_length == LLAMA["max_position_embeddings"]
+
+
+def test_fields_of_records_are_found_and_told(place: Path) -> None:
+    texts = lines(place / "web.jsonl", *[{"content": "a text", "id": 3}] * 5)
+    assert "data: 5 records, field = content" in write("pretrain", "--data", texts)
+    assert JobFile.load(place / "pretrain.yaml").data.field == "content"
+    labelled = lines(place / "l.jsonl", *({"sentence": "a", "category": kind} for kind in ("x", "y", "z", "x")))
+    assert "label = category" in write("classification", "--data", labelled)
+    job = JobFile.load(place / "classification.yaml")
+    assert (job.data.field, job.data.label, job.model.heads["label"].num_classes) == ("sentence", "category", 3)
+    pairs = lines(place / "p.jsonl", *[{"question": "a", "answer": "b"}] * 4)
+    write("embedding", "--data", pairs)
+    assert JobFile.load(place / "embedding.yaml").data.query == "question"
+
+
+def test_plain_texts_need_no_field(place: Path) -> None:
+    (place / "a.txt").write_text("a text")
+    write("pretrain", "--data", "a.txt")
+    assert JobFile.load(place / "pretrain.yaml").data.field is None
+
+
+def test_a_machine_with_gpus_gets_settings_for_them(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d9d_data.new_job.found.gpus", lambda: (2, "GPU of tests"))
+    output = write("pretrain")
+    text = (place / "pretrain.yaml").read_text()
+    assert "precision: {autocast: bfloat16}" in text
+    assert "d9d train pretrain.yaml --nproc 2" in text
+    assert "device: 2 x GPU of tests" in output
+    assert "--nproc 2" in output
+
+
+def test_a_file_that_exists_is_kept(place: Path) -> None:
+    (place / "sft.yaml").write_text("mine")
+    with pytest.raises(JobError, match="sft.yaml exists; choose another file: --output"):
+        write("sft")
+    assert (place / "sft.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["distilation"], "no kind of job 'distilation'; did you mean distillation"),
+        (["x"], "use one of pretrain, sft"),
+        (["lora"], "lora starts from a trained model: --model"),
+        (["distillation", "--model", "base model"], "needs a larger model .*--teacher"),
+        (["sft", "--teacher", "base model"], "--teacher: sft has no teacher"),
+        (
+            ["sft", "--model", "Qwen/Qwen3-0.6B"],
+            "does not exist; download it: hf download Qwen/Qwen3-0.6B --local-dir ./Qwen3",
+        ),
+        (["sft", "--model", "nowhere"], "--model: nowhere does not exist$"),
+        (["sft", "--data", "absent.jsonl"], "absent.jsonl' does not exist"),
+        (["classification", "--data", "t.txt"], "t.txt is plain text without fields; give records such as"),
+        (["pretrain", "--data", "other.jsonl"], "other.jsonl:1 has none of the fields text, content.*it has fox"),
+        (["pretrain", "--data", "empty.jsonl"], "empty.jsonl has no records"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_and_leaves_no_job(
+    arguments: list[str], text: str, place: Path, model: Path
+) -> None:
+    assert model.is_dir()
+    (place / "t.txt").write_text("a text")
+    lines(place / "other.jsonl", {"fox": 1})
+    (place / "empty.jsonl").write_text("")
+    with pytest.raises(D9dError, match=text):
+        write(*arguments)
+    assert list(place.glob("*.yaml")) == []
+
+
+def test_a_model_without_a_chat_template_is_refused_for_conversations(place: Path, model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(JobError, match="has no chat template, so it is probably a base model"):
+        write("lora", "--model", str(model))
+    write("pretrain", "--model", str(model))
+
+
+def test_a_job_that_is_not_valid_is_not_left_behind(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d9d_data.new_job.text.job_text", lambda _plan: "model: 3\n")
+    with pytest.raises(JobError):
+        write("pretrain")
+    assert not (place / "pretrain.yaml").exists()
+
+
+def test_samples_are_many_and_differ() -> None:
+    found = dict(answers())
+    assert len(found) > 200
+    assert {"math.sin", "str.join", "len"} <= found.keys()
+    assert "statistics.groupby" not in found
+
+
+def test_records_of_a_wrong_kind_are_refused(place: Path, tokenizer: Path) -> None:
+    (place / "broken.jsonl").write_text("{")
+    with pytest.raises(DataError, match="broken.jsonl"):
+        write("pretrain", "--data", "broken.jsonl")
+    assert tokenizer.is_dir()
