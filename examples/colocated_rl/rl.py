@@ -108,7 +108,7 @@ class PolicyGradient:
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """Loss term -> its coefficient in the loss."""
+        """Coefficient of each loss term in the loss, by the term's name."""
         return {"policy": 1.0}
 
     def check(self, model: Any, facts: State) -> None:

@@ -163,7 +163,7 @@ def test_ranks_that_contradict_each_other_are_told_so(world: type[World], tmp_pa
     first, second = world(2).run(save_what_differs, str(tmp_path))
     assert first == second
     expected = [
-        "tensor 'a' is float32 [3] on rank 1 and float32 [2] on one before it",
+        "tensor 'a' is float32 [3] on rank 1 and float32 [2] on an earlier rank",
         "'a' and 'b' share memory",
         "rank 0: ValueError",
         "the shards of 'w' have 15 numbers, the tensor 30",

@@ -305,7 +305,7 @@ def test_rotary_fields_of_kinds_are_written_as_they_are_read(local: float | None
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"rope_parameters": {SLIDING: LINEAR}}, "only full layers may have a scaling here"),
+        ({"rope_parameters": {SLIDING: LINEAR}}, "d9d supports scaling only in full_attention"),
         ({"rope_parameters": LINEAR}, f"rope_parameters must be a mapping of {FULL} and {SLIDING}"),
         ({"rope_parameters": "linear"}, "rope_parameters is 'linear'"),
         ({"rope_scaling": 3}, "rope_scaling is 3"),

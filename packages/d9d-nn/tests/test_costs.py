@@ -290,7 +290,7 @@ def test_biases_of_attention_are_split_with_their_outputs() -> None:
             Share(1, 12, tensor=6),
             "mesh.tp is 6: 4 key and value heads can be neither split over it nor repeated",
         ),
-        ({"intermediate_size": 9}, Share(1, 12, tensor=2), "mesh.tp is 2, which does not divide 9 features of layers"),
+        ({"intermediate_size": 9}, Share(1, 12, tensor=2), "mesh.tp is 2, which does not divide 9 inner features"),
         ({}, Share(1, 12, tensor=4, context=2), "12 positions cannot be split over tp = 4 and cp = 2"),
         ({}, Share(1, 12, experts=2), "mesh.ep is 2, but the model has no experts"),
     ],

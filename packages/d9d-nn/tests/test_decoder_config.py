@@ -365,7 +365,7 @@ def test_windows_have_the_defaults_of_transformers(fields: dict[str, Any], found
     ],
 )
 def test_layers_that_slide_before_others_do_not_are_refused(kinds: list[str]) -> None:
-    with pytest.raises(CheckpointError, match="dense here has full_attention first and sliding_attention after"):
+    with pytest.raises(CheckpointError, match="full_attention first and sliding_attention after it"):
         late_windows({"num_hidden_layers": 3, "use_sliding_window": True, "layer_types": kinds}, FAMILY)
 
 

@@ -191,7 +191,7 @@ PROBLEMS: dict[str, tuple[dict[str, bytes | None], str]] = {
         {FIRST: b"version https://git-lfs.github.com/spec/v1\n".ljust(1024)},
         f"{FIRST} is damaged: it has 1024 bytes and claims",
     ),
-    "two indices": ({"other.safetensors.index.json": b"{}"}, "has several indices"),
+    "two indices": ({"other.safetensors.index.json": b"{}"}, "has several index files"),
     "two models": ({"model.safetensors": save({"a": torch.zeros(1)})}, f"has both model.safetensors and {INDEX}"),
 }
 
@@ -242,7 +242,7 @@ def test_a_window_that_a_tensor_does_not_have_is_refused(tmp_path: Path) -> None
             ("a", (0,), torch.empty(3)), ("a", (1, 0), torch.empty(3, 4)), ("a", (-1, 0), torch.empty(1, 1)),
             ("b", (0, 0), torch.empty(1, 1)),
         ]:  # fmt: skip
-            with pytest.raises(CheckpointError, match=f"'{name}' of .*outside of which lies a part of the window"):
+            with pytest.raises(CheckpointError, match=f"'{name}' of .*which does not contain the window"):
                 model.read(name, offset, into)
         with pytest.raises(CheckpointError, match=r"'a' of .* cannot be cast to torch.int32; read it into a tensor of"):
             model.read("a", (0, 0), torch.empty(3, 4, dtype=torch.int32))

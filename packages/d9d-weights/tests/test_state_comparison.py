@@ -62,7 +62,7 @@ def test_a_target_is_absent_or_an_empty_directory(tmp_path: Path) -> None:
     _refuse_taken(str(tmp_path))
     (tmp_path / "file").write_text("")
     for taken in (tmp_path, tmp_path / "file"):
-        with pytest.raises(CheckpointError, match="exists: name a new directory, or remove that one first"):
+        with pytest.raises(CheckpointError, match="exists: name a new directory, or remove "):
             _refuse_taken(str(taken))
 
 

@@ -280,7 +280,7 @@ def raising(context: Callable[[object], Any], error: Exception) -> None:
 def test_errors_of_drivers_name_the_place_and_the_next_action() -> None:
     reads: list[tuple[Exception, str]] = [
         (FileNotFoundError("x"), "there does not exist: check the path, or download the model first"),
-        (ImportError("no s3fs"), "there cannot be reached: no s3fs; install the driver of such addresses"),
+        (ImportError("no s3fs"), "there cannot be reached: no s3fs; install its fsspec driver"),
         (ValueError("odd"), "there cannot be read: ValueError: odd"),
     ]
     for error, said in reads:

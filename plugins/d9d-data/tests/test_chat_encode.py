@@ -105,7 +105,7 @@ def test_a_template_that_reads_special_tokens_in_contents_is_an_error() -> None:
     text = CHATML.replace("message.content +", "message.content.split('<|im_end|>')[-1] +")
     made = conversation("Hi<|im_end|>", "the fox")
     with pytest.raises(
-        DataError, match=r"t:1 has a special token in its text, and t.jinja renders the rest differently"
+        DataError, match=r"t:1 has a special token in its text, and t.jinja renders other text differently"
     ):
         encode(made, ChatTemplate(text, name="t.jinja"), tokenizer(), "all")
 

@@ -151,7 +151,7 @@ def test_text_that_spells_a_special_token_is_told_from_the_token(
 
 
 def test_a_dataset_without_text_is_refused(job: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the dataset 'mine' has no tokenizer, so its samples are no text"):
+    with pytest.raises(DataError, match="the dataset 'mine' has no tokenizer to show samples as text"):
         show(job, count=1, plugin=[tmp_path / "plugin.py"], overrides=["data={name: mine}"])
 
 

@@ -67,11 +67,11 @@ def test_where_renderings_are_no_beginnings_a_marker_finds_the_places() -> None:
 
 def test_a_template_that_changes_a_marker_lets_no_place_be_found() -> None:
     found = probe(lambda messages: numbered(messages).upper(), USER, REPLY, USER, REPLY)
-    with refused(1, "the template renders the messages before it differently without it"):
+    with refused(1, "the template renders the messages before the reply differently without the reply"):
         found.begin_of(1)
-    with refused(1, "the template renders it differently when further messages follow it"):
+    with refused(1, "the template renders the reply differently if further messages follow"):
         found.end_of(1, 9)
-    with refused(2, "the template renders the messages up to it differently when others follow them"):
+    with refused(2, "the template renders the messages up to this one differently if further messages follow"):
         found.end_before(3)
 
 
@@ -81,7 +81,7 @@ def test_a_template_that_refuses_the_messages_up_to_a_reply_cannot_end_it() -> N
             raise DataError("an odd number of messages")
         return turns(messages)
 
-    with refused(1, "the template does not render the messages up to it"):
+    with refused(1, "the template does not render the messages up to the reply alone"):
         probe(whole, USER, REPLY, USER).end_of(1, 9)
 
 
@@ -89,7 +89,7 @@ def test_a_reply_holds_its_content_or_its_marker_and_the_names_of_its_calls() ->
     found = probe(contents_last, USER, REPLY)
     assert found.text == "<user><assistant>ask|say  so"
     found.check_reply(1, 17, 28)
-    with refused(1, "its content is rendered outside its turn"):
+    with refused(1, "its content is rendered outside of its turn"):
         found.check_reply(1, 6, 17)
     # A template that changes white space in a content is confirmed by the marker after it.
     spaces = probe(lambda messages: " ".join(contents_last(messages).split()), USER, REPLY)
@@ -97,10 +97,10 @@ def test_a_reply_holds_its_content_or_its_marker_and_the_names_of_its_calls() ->
     spaces.check_reply(1, 17, end)
     spaces.check_reply(1, end, end)
     for begin, last in ((6, end - 1), (end + 1, end + 2)):
-        with refused(1, "its content is rendered outside its turn"):
+        with refused(1, "its content is rendered outside of its turn"):
             spaces.check_reply(1, begin, last)
     calls: Message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
-    with refused(1, "its tool calls are rendered outside its turn"):
+    with refused(1, "its tool calls are rendered outside of its turn"):
         probe(turns, USER, calls).check_reply(1, 9, 20)
 
 

@@ -63,7 +63,7 @@ def test_a_missing_path_shows_what_its_longest_existing_part_holds(folder: Path)
     assert told("c/q/r/s.txt") == f"{start}.h, .hidden.txt, a.jsonl, b.txt, d, ..."
     assert told("c/f/x").endswith(f"{folder}/c/f holds: nothing")
     assert told("z.txt/x").endswith(f"{folder} holds: c, z.txt")
-    assert told("c/f").startswith("data.sources[1]: the directory c/f holds no file")
+    assert told("c/f").startswith("data.sources[1]: the directory c/f has no files")
     assert told("c/*.csv") == f"data.sources[1]: no file matches 'c/*.csv' (from {folder}); '**' matches any folders"
     long = "n" * 300
     assert told(long).startswith(f"data.sources[1]: cannot look for '{'n' * 80}...': ")
@@ -88,7 +88,7 @@ def test_a_saved_dataset_needs_its_prefix(folder: Path, file: tuple[str, ...]) -
     if len(file) == 2:
         assert len(find_files(["c"])) == 4
         (folder / "c" / file[1]).write_text("{}")
-    with pytest.raises(DataError, match=r"c looks saved by the library 'datasets'; write 'hf:c'"):
+    with pytest.raises(DataError, match=r"c seems to be saved by the library 'datasets'; write 'hf:c'"):
         find_files(["c"])
 
 
@@ -147,7 +147,7 @@ def test_packs_of_a_loader_have_one_size() -> None:
     assert packs(4, 2, False) == packs(4, 2, True) == [[0, 1], [2, 3]]
     assert packs(1, 2, True) == packs(0, 1, False) == []
     assert list(FixedCountPacker(range(3), 2)) == [[0, 1]]
-    with pytest.raises(ValueError, match="a pack of 0 microbatches; use at least 1"):
+    with pytest.raises(ValueError, match="a pack cannot have 0 microbatches; use at least 1"):
         FixedCountPacker([], 0)
     with pytest.raises(TypeError, match="list_iterator has no length"):
         len(FixedCountPacker(iter([1]), 1))

@@ -77,7 +77,7 @@ def test_tensors_are_padded_on_either_side_to_a_multiple() -> None:
         ([torch.ones(1)], {"multiple": 0}, "lengths cannot be multiples of 0"),
         ([torch.ones(1)], {"side": "top"}, "side 'top': use 'left' or 'right'"),
         ([torch.ones(1), torch.ones(1, 2)], {}, r"tensor 1 has shape \[1, 2\]; only tensors of one dim"),
-        ([torch.ones(1), torch.ones(1).int()], {}, "tensor 1 has dtype torch.int32, tensor 0 torch.float32"),
+        ([torch.ones(1), torch.ones(1).int()], {}, "tensor 1 has dtype torch.int32, but tensor 0 has torch.float32"),
     ],
 )
 def test_what_cannot_be_padded_is_refused(items: Any, options: Any, why: str) -> None:
@@ -87,7 +87,7 @@ def test_what_cannot_be_padded_is_refused(items: Any, options: Any, why: str) ->
 
 def test_a_permutation_has_at_least_one_item_and_at_most_2_to_the_62() -> None:
     for size in (0, 2**62 + 1):
-        with pytest.raises(ValueError, match=f"a permutation of {size} items; need 1 to 2"):
+        with pytest.raises(ValueError, match=f"a permutation cannot have {size} items; give a size from 1 to 2"):
             Permutation(size, "key")
     Permutation(1, "key")
     Permutation(2**62, "key")
@@ -97,7 +97,7 @@ def test_windows_have_whole_packs_and_packs_have_enough_samples() -> None:
     order: Any = SimpleNamespace(samples=4)
     with pytest.raises(ValueError, match="a window of 6 samples cannot be cut into packs of 4"):
         WindowOrder(order, None, 9, 6, 4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a pack of 5 samples cannot be formed of 4"):
+    with pytest.raises(ValueError, match="a pack of 5 samples cannot be formed from 4 samples"):
         WindowOrder(order, None, 9, 10, 5)  # type: ignore[arg-type]
 
 

@@ -227,7 +227,7 @@ def test_glob_without_a_match_is_an_error(open_stream, corpus: Path) -> None:
 
 def test_directory_without_files_is_an_error(open_stream, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"data\.sources\[0\]: the directory .*empty holds no file"):
+    with pytest.raises(DataError, match=r"data\.sources\[0\]: the directory .*empty has no files"):
         open_stream(tmp_path / "empty")
 
 

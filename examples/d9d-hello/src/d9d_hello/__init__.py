@@ -1,1 +1,1 @@
-"""Third-party plugin. Copy this directory to start your own."""
+"""Example of a third-party plugin with a task and a tracker. Copy this directory to start your own plugin."""

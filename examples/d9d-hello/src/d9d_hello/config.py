@@ -1,4 +1,4 @@
-"""Configs of the task and the tracker: their fields in a job file."""
+"""Config classes of the task and the tracker, which define their fields in a job file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SmoothLMConfig(PluginConfig):
 
 
 class CsvConfig(PluginConfig):
-    """Tracker with one row per step and value in <run>/metrics.csv."""
+    """Tracker that writes one row per step and value to <run>/metrics.csv."""
 
     name: Literal["csv"] = "csv"
     """Selects this tracker."""

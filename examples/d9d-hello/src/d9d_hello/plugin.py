@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_tasks() -> Iterator[TaskSpec]:
-    """Task, selected by ``task``."""
+    """Declare the task, which a job selects by the name in its section ``task``."""
     yield TaskSpec(
         name="smooth_lm",
         summary="Next-token prediction with label smoothing.",
@@ -22,7 +22,7 @@ def d9d_tasks() -> Iterator[TaskSpec]:
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """Tracker, selected by ``trackers``."""
+    """Declare the tracker, which a job selects by its name in the list ``trackers``."""
     yield TrackerSpec(
         name="csv",
         summary="One row per step and value in <run>/metrics.csv.",

@@ -24,7 +24,7 @@ class SmoothLM:
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """Loss term -> its coefficient in the loss."""
+        """Coefficient of each loss term in the loss, by the term's name."""
         return {"smooth": 1.0}
 
     def check(self, model: Any, facts: State) -> None:
@@ -35,7 +35,7 @@ class SmoothLM:
         return microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of targets, the denominator of the loss, which becomes a mean over them."""
+        """Number of targets; the trainer divides the summed loss by it, so that the loss is a mean over targets."""
         return {"smooth": (microbatch["targets"] != _IGNORE).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
@@ -52,5 +52,5 @@ class SmoothLM:
         return {"smooth": loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Tensors for metrics."""
+        """Tensors that metrics may read: the logits and the targets."""
         return {"logits": outputs["logits"].detach(), "targets": microbatch["targets"]}

@@ -29,7 +29,7 @@ class CsvTracker:
 
 
 class CsvRun:
-    """Open CSV file of a run."""
+    """CSV file of one run, opened for writing."""
 
     def __init__(self, path: Path, rows: list[list[str]]) -> None:
         self._file = path.open("w", newline="")

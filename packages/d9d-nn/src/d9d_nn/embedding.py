@@ -56,11 +56,11 @@ class SplitTokenEmbedding(nn.Module):
         self.added = TokenEmbedding(added, features, std=std)
 
     def see_sequence(self, share: SequenceShare) -> None:
-        """Look up a rank's own positions of the tokens; both parts of the weight stay whole."""
+        """Look up only this rank's positions from now on; both parts of the weight stay unsharded."""
         self._share = share
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:  # noqa: ARG002 - the protocol's
-        """No collectives: a rank looks up its own positions."""
+        """Collectives of a forward: none, because each rank looks up only its own positions."""
         return ()
 
     def vocabulary_weight(self) -> Tensor:
@@ -77,7 +77,7 @@ class SplitTokenEmbedding(nn.Module):
 
 
 def token_embedding(vocabulary: int, added: int, features: int, *, std: float) -> TokenEmbedding | SplitTokenEmbedding:
-    """Build an embedding of V token ids; the last ``added`` ids, if any, have a separate parameter."""
+    """Build a token embedding; the last ``added`` token ids, if any, have a separate parameter."""
     if added:
         return SplitTokenEmbedding(vocabulary, added, features, std=std)
     return TokenEmbedding(vocabulary, features, std=std)

@@ -33,11 +33,11 @@ class GeGLU(nn.Module):
         self.gelu_mul = OpSlot("gelu_mul", gelu_mul, features=intermediate_size)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the gate."""
+        """Slot of the op ``gelu_mul``, which computes ``gelu(gate) * up``."""
         return {"gelu_mul": self.gelu_mul}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the projections: the inner features are split."""
+        """Tensor-parallel styles of the projections, which split the inner features over ranks."""
         return {"gate_proj": TensorStyle.COLUMN, "up_proj": TensorStyle.COLUMN, "down_proj": TensorStyle.ROW}
 
     def forward(self, hidden: Tensor) -> Tensor:

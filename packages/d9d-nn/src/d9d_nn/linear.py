@@ -34,7 +34,7 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """Defer the weight gradient."""
+        """Let ``deferral`` compute the weight gradient later; returns the names of the parameters concerned."""
         self._deferral = deferral
         return ("weight",)
 
@@ -45,7 +45,7 @@ class Linear(nn.Linear):
 
     @property
     def lends(self) -> bool:
-        """Whether another function is asked for the product first."""
+        """Whether :meth:`lend_product` set a function that is asked first for the product."""
         return self._lent is not None
 
     @property
@@ -54,7 +54,10 @@ class Linear(nn.Linear):
         return self._deferral
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:
-        """Ask a function for the product before computing it; a subclass in another precision returns ``False``."""
+        """Call ``compute`` for the product first, and multiply only if it returns ``None``.
+
+        Returns:
+            True; a subclass that multiplies in another precision returns ``False`` and ignores ``compute``."""
         self._lent = compute
         return True
 
@@ -65,11 +68,11 @@ class Linear(nn.Linear):
     def multiply(self, rows: Tensor, deferral: Deferral | None) -> Tensor:
         """Product of :meth:`forward`, separate so that a subclass can compute it in another precision.
 
-        Terms added by a fine-tuning method are outside of it and do not change.
+        Terms that a fine-tuning method adds to the output are not computed here and do not change.
 
         Args:
             rows: [..., in_features].
-            deferral: may take the weight gradient.
+            deferral: object that may compute the weight gradient later; ``None`` for an ordinary backward.
 
         Returns:
             [..., out_features].
@@ -85,7 +88,7 @@ class Linear(nn.Linear):
 def is_plain(layer: Linear) -> bool:
     """Whether a layer is only a product with its weight, so that a kernel may read the weight instead.
 
-    It has no bias, and no strategy or fine-tuning method has replaced it.
+    Such a layer has no bias, and no strategy or fine-tuning method has replaced the layer or its forward.
     """
     has_bias = layer.bias is not None
     return type(layer) is Linear and not has_bias and not layer.lends and "forward" not in vars(layer)

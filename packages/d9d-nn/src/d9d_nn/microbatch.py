@@ -23,12 +23,12 @@ def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
     """Check that a microbatch has the tensors that a task reads.
 
     Args:
-        microbatch: of the dataset.
+        microbatch: microbatch of the dataset.
         task: name of the task, for messages.
-        names: of the tensors.
+        names: names of the tensors.
 
-    Raises:
-        JobError: it lacks one.
+        Raises:
+            JobError: the microbatch lacks one of the tensors.
     """
     if missing := [name for name in names if name not in microbatch]:
         raise JobError(
@@ -38,16 +38,16 @@ def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
 
 
 def count_positions(microbatch: Microbatch) -> int | Tensor:
-    """Number of positions without padding: 0-d from ``lengths``, or from the shape of ``tokens`` if none.
+    """Number of positions without padding: from ``lengths`` (0-d), else from the shape of ``tokens``.
 
-    For a rank's part of a microbatch, counts only this part.
+    If the ranks of ``cp`` split the positions, the number counts only this rank's positions.
     """
     lengths = microbatch.get(_OWN_LENGTHS, microbatch.get("lengths"))
     return microbatch["tokens"].numel() if lengths is None else lengths.sum()
 
 
 def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
-    """Inputs of a stage: ``tokens`` [B, S] go to the first one; all other inputs go to every stage.
+    """Inputs of a pipeline stage: ``tokens`` [B, S] go to the first stage; all other inputs go to every stage.
 
     Args:
         microbatch: with ``tokens``, and optionally ``positions``, ``documents`` and ``lengths``.
@@ -65,14 +65,14 @@ def counted_targets(microbatch: Microbatch) -> Tensor:
 
 
 def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
-    """Split a microbatch by positions and return a rank's part, see :class:`d9d_core.task.SplitsPositions`.
+    """Split a microbatch by positions and return this rank's part, see :class:`d9d_core.task.SplitsPositions`.
 
     Fields [B, S, ...] are split; ``documents``, ``ends`` and fields of samples, such as ``lengths``, stay whole. The
     result always has ``positions``.
 
     Args:
         microbatch: with ``tokens`` [B, S].
-        share: the rank's.
+        share: positions of this rank.
 
     Raises:
         ValueError: the ranks cannot share S positions evenly.
@@ -90,13 +90,13 @@ def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
 
 
 def own_positions_of_samples(microbatch: Microbatch, share: PositionShare) -> Microbatch:
-    """A rank's part of a microbatch for a task with losses of whole samples; see :func:`counts_samples`.
+    """This rank's part of a microbatch for a task with losses of whole samples; see :func:`counts_samples`.
 
-    All ranks of ``cp`` compute the same for a sample, so only the rank with its first position counts it.
+    All ranks of ``cp`` compute the same loss for a sample, so only the rank with the sample's first position counts it.
 
     Args:
         microbatch: with ``tokens`` [B, S].
-        share: the rank's.
+        share: positions of this rank.
 
     Raises:
         ValueError: the ranks cannot share S positions evenly.

@@ -13,7 +13,7 @@ _SDPA = ("aten._scaled_dot_product_*", "d9d_nn.attention_of_queries")
 
 @hookimpl
 def d9d_tasks() -> Iterable[TaskSpec]:
-    """Tasks of language models."""
+    """Declare the tasks of language models."""
     yield TaskSpec(
         name="causal_lm",
         summary="Next-token prediction; one loss term, cross_entropy.",
@@ -71,7 +71,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
 
 @hookimpl
 def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
-    """Inference tasks of language models."""
+    """Declare the inference tasks of language models."""
     for name, kind, summary in (
         ("log_probs", "LogProbs", "Log-probability of each row, or of each token."),
         ("perplexity", "PerplexityRows", "Loss and perplexity of each row, and of all rows."),
@@ -110,7 +110,7 @@ def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
 
 @hookimpl
 def d9d_metrics() -> Iterable[MetricSpec]:
-    """Metrics ``perplexity`` and ``preference``."""
+    """Declare the metrics ``perplexity`` and ``preference``."""
     yield MetricSpec(
         name="perplexity",
         summary="Exponential of the mean token loss.",
@@ -129,7 +129,7 @@ def d9d_metrics() -> Iterable[MetricSpec]:
 
 @hookimpl
 def d9d_kernels() -> Iterable[KernelSpec]:
-    """Backends of ops with fused PyTorch kernels."""
+    """Declare the op backends that use fused PyTorch kernels."""
     yield KernelSpec(
         name="sdpa",
         summary="torch scaled_dot_product_attention: fused, grouped heads; documents and windows with a mask.",
@@ -207,7 +207,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
 
 @hookimpl
 def d9d_capabilities() -> Iterable[CapabilitySpec]:
-    """Capability that the task ``causal_lm`` needs from a model."""
+    """Declare the capability that the task ``causal_lm`` needs from a model."""
     yield CapabilitySpec(
         token="model:causal_lm",  # noqa: S106 - a capability token
         summary="the model's last stage turns hidden states and targets into token_loss; see d9d_nn.heads.causal_lm",

@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
         return self.weight
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the norm, and at branches also of addition and norm, unless the forward was replaced."""
+        """Slots of the ops ``rms_norm`` and, with ``residual``, ``add_rms_norm``; none if the forward was replaced."""
         whole = {"add_rms_norm": self.add_rms_norm} if self._residual and self.is_plain() else {}
         return {"rms_norm": self.rms_norm, **whole}
 

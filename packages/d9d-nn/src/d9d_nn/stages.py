@@ -13,8 +13,8 @@ from d9d_core.model import Stage
 def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float = 0.0) -> range:
     """Layers of one stage. Stages are contiguous, and each has at least one layer.
 
-    If the job does not state the numbers (:attr:`Stage.layers`), they minimise the cost of the most expensive stage;
-    among equal solutions, earlier stages have more layers.
+    If the job does not state the number of layers of each stage (:attr:`Stage.layers`), the division minimises the cost
+    of the most expensive stage; among equal solutions, earlier stages have more layers.
 
     Args:
         layers: layers of the whole model, all of about the same cost.
@@ -31,7 +31,7 @@ def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float =
 
 
 def _balanced(layers: int, count: int, first: float, last: float) -> Sequence[int]:
-    """Numbers of layers balanced by cost: one for each stage, and each further layer for the cheapest stage so far."""
+    """Number of layers of each stage: one layer each, then each further layer goes to the cheapest stage."""
     if count > layers:
         raise BuildError(
             f"{layers} layers cannot be split over {count} pipeline stages, each of which needs one; lower mesh.pp or "
@@ -51,7 +51,7 @@ def _balanced(layers: int, count: int, first: float, last: float) -> Sequence[in
 
 
 def _given(layers: int, stage: Stage) -> Sequence[int]:
-    """Numbers of layers that the job states, if they fit."""
+    """Numbers of layers that the job states in ``pipeline.layers``, after a check that they fit the model."""
     counts = stage.layers
     assert counts is not None
     if len(counts) != stage.count:

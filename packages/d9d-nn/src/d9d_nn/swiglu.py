@@ -36,16 +36,16 @@ class SwiGLU(nn.Module):
         self.swiglu = swiglu_slot(hidden_size, intermediate_size)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the gate, and of the whole layer unless one of its projections was changed."""
+        """Slots of the op ``silu_mul`` and, unless a projection was changed, of the op ``swiglu`` (the whole layer)."""
         whole = {"swiglu": self.swiglu} if all(map(is_plain, self._projections())) else {}
         return {"silu_mul": self.silu_mul, **whole}
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
-        """Weights that :attr:`swiglu` may read as one: gate and up."""
+        """Weights that :attr:`swiglu` may read as one tensor: of the gate and up projections."""
         return [("gate_proj.weight", "up_proj.weight")] if all(map(is_plain, self._projections())) else []
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the projections: the inner features are split."""
+        """Tensor-parallel styles of the projections, which split the inner features over ranks."""
         return {"gate_proj": TensorStyle.COLUMN, "up_proj": TensorStyle.COLUMN, "down_proj": TensorStyle.ROW}
 
     @in_one_op("swiglu")

@@ -1,4 +1,4 @@
-"""Common part of tasks on texts: one loss term, a head, and the inputs of stages and ranks.
+"""Base class of tasks on texts, which have one loss term and read one head.
 
 Shapes: B samples, S positions.
 """
@@ -21,7 +21,7 @@ class TextTask:
     """Base of tasks over text, whose microbatches hold ``tokens`` int64 [B, S].
 
     Attributes:
-        term: loss term.
+        term: name of the loss term.
         head_kind: kind of head that the task trains.
         further_inputs: inputs of the model other than tokens, positions, documents and lengths.
         config: config with ``head``, the head's name.
@@ -50,11 +50,11 @@ class TextTask:
         return count_positions(microbatch)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens go to the first one; positions, documents and lengths go to every stage."""
+        """Inputs of a pipeline stage: tokens go to the first stage; positions, documents and lengths go to every stage."""
         return stage_inputs(microbatch, *self.further_inputs)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions, with a target for each token, since the loss is a sum over targets.
+        """This rank's positions of the microbatch with their targets; each rank sums the losses of its own targets.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.

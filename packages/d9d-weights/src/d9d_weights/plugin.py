@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Command ``state``."""
+    """Declare the command ``d9d state``, which shows, converts and compares model weights."""
     yield CommandSpec(
         name="state",
         summary="Inspect, convert and compare checkpoints.",

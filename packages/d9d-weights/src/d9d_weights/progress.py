@@ -69,7 +69,7 @@ class _CountBar:
     Args:
         what: label of the bar.
         total: final count.
-        shown: false for all but one of several processes.
+        shown: whether the bar is shown; false in all but one of several processes.
         columns: columns between the bar and the remaining time.
     """
 
@@ -80,7 +80,7 @@ class _CountBar:
 
     @property
     def done(self) -> int:
-        """Present count."""
+        """Count reached so far."""
         return int(self._progress.tasks[0].completed)
 
     def add(self, count: int) -> None:

@@ -1,1 +1,1 @@
-"""Datasets of text: files, tokenised and packed to resumable streams of training samples."""
+"""Datasets of text: files that are tokenised and packed into resumable streams of training samples."""

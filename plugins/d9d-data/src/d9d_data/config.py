@@ -115,7 +115,7 @@ def check_padding(sequence_length: int, multiple: int) -> None:
     """Raise if a sample length is not a multiple of the padding.
 
     Raises:
-        ValueError: it is not; the message names the nearest multiples.
+        ValueError: the length is no multiple; the message names the nearest multiples.
     """
     if sequence_length % multiple:
         below = sequence_length // multiple * multiple
@@ -141,12 +141,12 @@ class PaddedConfig(PreparedConfig):
 
     @property
     def packs_documents(self) -> bool:
-        """False: a sample is one document with padding after it."""
+        """Whether a sample holds several documents: false, as a sample is one document with padding after it."""
         return False
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Microbatch lengths: multiples of ``pad_multiple``."""
+        """Possible sample lengths of a microbatch: the multiples of ``pad_multiple`` up to ``sequence_length``."""
         return SampleLengths(self.pad_multiple, self.sequence_length)
 
     @model_validator(mode="after")
@@ -166,17 +166,17 @@ class TextConfig(CorpusConfig):
 
     @property
     def packs_documents(self) -> bool:
-        """True: a sample can have several documents."""
+        """Whether a sample holds several documents: true, as documents are packed."""
         return True
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Microbatch length, the same for all."""
+        """Possible sample lengths of a microbatch: only ``sequence_length``."""
         return SampleLengths(self.sequence_length, self.sequence_length)
 
 
 class DocumentsConfig(PaddedConfig, CorpusConfig):
-    """Dataset of documents, tokenised once; each document is a sample, and packs have documents of similar length."""
+    """Dataset of documents, tokenised once; each document is a sample, and a step gets documents of similar length."""
 
     name: Literal["documents"] = "documents"
     """Selects the plugin."""
@@ -228,7 +228,7 @@ class ChatConfig(ModelTextConfig):
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Microbatch lengths: ``sequence_length`` if packed, otherwise multiples of ``pad_multiple``."""
+        """Possible sample lengths of a microbatch: one length if packed, else the multiples of ``pad_multiple``."""
         return SampleLengths(self.sequence_length if self.packs_documents else self.pad_multiple, self.sequence_length)
 
 
@@ -245,7 +245,7 @@ class PreferenceConfig(ModelTextConfig):
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Microbatch lengths; every pair has two rows."""
+        """Possible sample lengths of a microbatch, whose pairs have two rows each."""
         return SampleLengths(self.pad_multiple, self.sequence_length, texts=2)
 
 
@@ -272,12 +272,12 @@ class LabelledConfig(PaddedConfig, CorpusConfig):
 
     @property
     def text_field(self) -> str:
-        """Field of the text or of the list of words."""
+        """Name of the record field with the text or the list of words."""
         return self.field or ("text" if self.per == "text" else "tokens")
 
     @property
     def gives(self) -> dict[str, int]:
-        """Tensors of a microbatch by rank: tokens [B, S], and labels [B] of texts or [B, S] of words."""
+        """Number of dimensions of a microbatch's tensors: tokens [B, S], and labels [B] of texts or [B, S] of words."""
         return {"tokens": 2, "labels": 1 if self.per == "text" else 2}
 
     @model_validator(mode="after")
@@ -285,7 +285,7 @@ class LabelledConfig(PaddedConfig, CorpusConfig):
         if self.labels is not None and len(set(self.labels)) != len(self.labels):
             raise ValueError("labels: a name appears twice; name each class once")
         if self.per == "word" and self.pair is not None:
-            raise ValueError("pair: only texts with one label can be joined; leave it out, or use per: text")
+            raise ValueError("pair: only texts with one label can be joined; leave pair out, or use per: text")
         if self.per == "word" and isinstance(self.tokenizer, BpeTokenizer):
             raise ValueError(
                 "tokenizer: cannot be trained on lists of words; use 'bytes' or the path of a tokenizer.json"
@@ -318,7 +318,7 @@ class PairsConfig(PaddedConfig, TokenizedConfig):
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Microbatch lengths; every record has a row for the query and one for each document."""
+        """Possible sample lengths of a microbatch, whose records have one row for the query and one per document."""
         return SampleLengths(self.pad_multiple, self.sequence_length, texts=2 + self.negatives)
 
     @model_validator(mode="after")

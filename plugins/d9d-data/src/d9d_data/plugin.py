@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_datasets() -> Iterator[DatasetSpec]:
-    """Datasets, selected by ``data``."""
+    """Declare the datasets, which a job selects by the name in its section ``data``."""
     yield DatasetSpec(
         name="text",
         summary="Text files, tokenised once and packed into sequences of equal length.",
@@ -72,7 +72,7 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Commands ``d9d data`` and ``d9d new job``."""
+    """Declare the commands ``d9d data``, which shows the samples of a job, and ``d9d new job``."""
     yield CommandSpec(
         name="job",
         group="new",

@@ -1,4 +1,4 @@
-"""Config and costs of Gemma, whose published sizes are in :mod:`d9d_gemma.presets`. No torch."""
+"""Config and costs of Gemma, whose published sizes are in :mod:`d9d_gemma.presets`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GemmaConfig(AlternatingConfig):
     @classmethod
     def _has_its_parts(cls, value: Literal[2, 3], info: ValidationInfo) -> Literal[2, 3]:
         if info.data.get(other := {2: "local_rope_theta", 3: "score_softcap"}[value]) is not None:
-            raise ValueError(f"{value} has no {other}; remove it, or set generation to {5 - value}")
+            raise ValueError(f"{value} has no {other}; remove {other}, or set generation to {5 - value}")
         return value
 
     def rope(self, layer: int) -> Rope:
@@ -60,7 +60,7 @@ class GemmaConfig(AlternatingConfig):
 
 
 def stage_cost(config: GemmaConfig, stage: Stage, share: Share) -> StageCost:
-    """Cost of a stage.
+    """Cost of a pipeline stage of a Gemma model.
 
     Raises:
         BuildError: the ranks cannot shard the stage.

@@ -39,15 +39,15 @@ class GemmaHuggingFace(DecoderFormat[GemmaConfig]):
     config = GemmaConfig
 
     def family_of(self, config: GemmaConfig) -> Family:
-        """Family of the generation."""
+        """Family in transformers of the config's generation."""
         return _THIRD if config.generation == 3 else _SECOND
 
     def family_in(self, data: Mapping[str, Any]) -> Family:
-        """Family of the ``model_type``."""
+        """Family in transformers of the ``model_type`` of a ``config.json``."""
         return _THIRD if data.get("model_type") == _THIRD.model_type else _SECOND
 
     def example(self, model_type: str) -> GemmaConfig:
-        """Tiny config of a ``model_type``."""
+        """Tiny config for a ``model_type``, for tests."""
         return tiny(2 if model_type == "gemma2" else 3)
 
     def special_json(self, config: GemmaConfig) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class GemmaHuggingFace(DecoderFormat[GemmaConfig]):
         }
 
     def config_from_json(self, data: Mapping[str, Any]) -> GemmaConfig:
-        """Read a config; absent fields get transformers' defaults."""
+        """Read a config; absent fields get the defaults of transformers."""
         if self.family_in(data) is _SECOND:
             return super().config_from_json({**_ABSENT, **_CAPS, "rope_theta": 1e4, **data})
         return super().config_from_json({**_ABSENT, **dict.fromkeys(_CAPS), **merge_kinds_of_rope(data, 1e6, 1e4)})

@@ -12,7 +12,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_models() -> Iterable[ModelSpec]:
-    """Gemma 2 and the text models of Gemma 3."""
+    """Declare the model ``gemma``: Gemma 2 and the text models of Gemma 3."""
     yield ModelSpec(
         name="gemma",
         summary="Gemma 2 and 3: four norms in a layer, GeGLU, alternating windows, soft caps or head norms.",

@@ -111,7 +111,7 @@ class GlmConfig(DenseConfig):
 
 
 def stage_cost(config: DenseConfig, stage: Stage, share: Share) -> StageCost:
-    """Cost of a stage.
+    """Cost of a pipeline stage of a Llama, Mistral or Qwen2 model.
 
     Raises:
         BuildError: the ranks cannot shard the stage.

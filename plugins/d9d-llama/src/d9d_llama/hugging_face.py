@@ -35,7 +35,7 @@ class _Format(DecoderFormat[C]):
         return {"intermediate_size": data["intermediate_size"], "head_dim": data.get("head_dim") or 0}
 
     def config_from_json(self, data: Mapping[str, Any]) -> C:
-        """Read a config; fields that old files lack get transformers' defaults."""
+        """Read a config; fields that old files lack get the defaults of transformers."""
         heads = self.key_value_heads or data.get("num_attention_heads")
         absent = {"rope_theta": 10_000.0, "tie_word_embeddings": False, "num_key_value_heads": heads}
         stated = {name: value for name, value in data.items() if value is not None or name not in absent}
@@ -51,11 +51,11 @@ class LlamaHuggingFace(_Format[LlamaConfig]):
     config = LlamaConfig
 
     def special_json(self, config: LlamaConfig) -> dict[str, Any]:
-        """Add whether projections have biases."""
+        """Write the fields of the base class, and whether projections have biases."""
         return super().special_json(config) | {"attention_bias": config.attention_bias}
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Also read whether projections have biases."""
+        """Read the fields of the base class, and whether projections have biases."""
         return super().special_fields(data) | {"attention_bias": flag(data, "attention_bias")}
 
 
@@ -69,11 +69,11 @@ class MistralHuggingFace(_Format[MistralConfig]):
     key_value_heads = 8
 
     def special_json(self, config: MistralConfig) -> dict[str, Any]:
-        """Add the window."""
+        """Write the fields of the base class, and the sliding window."""
         return super().special_json(config) | {"sliding_window": config.sliding_window}
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Also read the window: 4096 if the file states none."""
+        """Read the fields of the base class, and the sliding window: 4096 if the file states none."""
         return super().special_fields(data) | {"sliding_window": data.get("sliding_window", 4096)}
 
 
@@ -85,11 +85,11 @@ class Qwen2HuggingFace(_Format[Qwen2Config]):
     key_value_heads = 32
 
     def special_json(self, config: Qwen2Config) -> dict[str, Any]:
-        """Add which layers use the window."""
+        """Write the fields of the base class, and which layers use the sliding window."""
         return super().special_json(config) | late_windows_json(config)
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Also read which layers use the window."""
+        """Read the fields of the base class, and which layers use the sliding window."""
         window, first = late_windows(data, self.family)
         return super().special_fields(data) | {"sliding_window": window, "sliding_from_layer": first}
 

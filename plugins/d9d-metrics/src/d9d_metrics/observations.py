@@ -62,7 +62,7 @@ def spread(leading: Tensor, values: Tensor, names: tuple[str, str], metric: str)
         metric: name of the metric.
 
     Raises:
-        JobError: the tensor has other dims.
+        JobError: the shape of the tensor is not the leading part of the values' shape.
     """
     if leading.shape != values.shape[: leading.ndim]:
         raise JobError(

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_metrics() -> Iterator[MetricSpec]:
-    """Metrics, selected by ``metrics`` and ``evaluation.metrics``."""
+    """Declare the metrics, which a job selects in ``metrics`` and ``evaluation.metrics``."""
     for name, kind, summary in (
         ("sum", "Sum", "Sum of an observation."),
         ("mean", "Mean", "Mean of an observation."),

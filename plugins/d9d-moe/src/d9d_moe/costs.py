@@ -95,7 +95,7 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: int, width: int) -> Dispatch:
-    """Cost of an all-to-all dispatch: each token goes once to each rank of its experts, and a sum returns.
+    """Cost of an all-to-all dispatch: each token is sent once to each rank of its experts, and a sum is sent back.
 
     The time that the host waits for the row counts is not included.
 

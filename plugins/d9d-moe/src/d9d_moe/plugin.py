@@ -1,6 +1,6 @@
 """Declaration of the strategy ``expert_parallel`` and the metric ``router``.
 
-Models build the MoE layers.
+MoE layers are not declared, because the code of models builds them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_strategies() -> Iterable[StrategySpec]:
-    """Strategies, selected by ``parallel``."""
+    """Declare the strategy ``expert_parallel``, which a job selects in ``parallel``."""
     yield StrategySpec(
         name="expert_parallel",
         summary="Shards the experts of every layer over ranks; tokens are sent to them by all-to-all.",
@@ -28,7 +28,7 @@ def d9d_strategies() -> Iterable[StrategySpec]:
 
 @hookimpl
 def d9d_metrics() -> Iterable[MetricSpec]:
-    """Metrics, selected by ``metrics``."""
+    """Declare the metric ``router``, which a job selects in ``metrics``."""
     yield MetricSpec(
         name="router",
         summary="How evenly routers use their experts: entropy, violation, dropped tokens, and the load as a picture.",

@@ -27,7 +27,7 @@ class AttentionCore(nn.Module):
         head_dim: D.
         window: number of positions that a query attends to, including its own; ``None`` for all.
         softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for none.
-        sinks: whether each call gets sinks, see there.
+        sinks: whether each call passes sinks, see the same function.
 
     Raises:
         BuildError: there is a soft cap and there are sinks.
@@ -45,7 +45,7 @@ class AttentionCore(nn.Module):
     ) -> None:
         super().__init__()
         if sinks and softcap is not None:
-            raise BuildError("attention with sinks and a soft cap of scores is not implemented")
+            raise BuildError("model: attention with both sinks and a soft cap of scores is not implemented; remove one")
         self.softcap = softcap
         self.attention = AttentionSlot(
             query_heads=query_heads,
@@ -58,7 +58,7 @@ class AttentionCore(nn.Module):
         self._function: Callable[..., Tensor] | None = None
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the attention, or the slots of a function that replaces it."""
+        """Slot of the op ``attention``, or the slots of the function given to :meth:`attend_by`."""
         if self._function is None:
             return {"attention": self.attention}
         return self._function.op_slots() if isinstance(self._function, HasOps) else {}
@@ -72,7 +72,7 @@ class AttentionCore(nn.Module):
         return features
 
     def see_queries(self, share: ContextShare) -> None:
-        """Accept a rank's own queries with all keys and values.
+        """Prepare for calls with only this rank's queries, but the keys and values of all positions.
 
         Raises:
             BuildError: the bound backend cannot compute queries at some positions.

@@ -17,8 +17,8 @@ from d9d_nn.ops.attention.slot import AttentionSlot
 class AttentionMasks:
     """Documents, and the masks that backends made of them: one mask per backend and window, not per layer.
 
-    Neither a dict nor a dataclass, because FSDP's mixed precision rebuilds these for every layer and casts float
-    tensors.
+    This class is neither a dict nor a dataclass, because FSDP's mixed precision would rebuild a dict or dataclass for
+    every layer and cast its float tensors.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.

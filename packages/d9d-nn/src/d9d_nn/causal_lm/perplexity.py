@@ -36,7 +36,7 @@ class Perplexity:
         """Add the losses of one microbatch.
 
         Raises:
-            JobError: the task has no such observations.
+            JobError: the task does not give both observations.
         """
         if missing := {"token_loss", "targets"} - observations.keys():
             raise JobError(
@@ -69,7 +69,7 @@ class Perplexity:
         return {"perplexity": torch.exp(self._loss / self._targets.clamp(min=1))}
 
     def reset(self) -> None:
-        """Set the sums to zero, on their current device, because moving them there again would synchronise."""
+        """Set the sums to zero on their device; copying new zeros there would make the host wait for the device."""
         self._loss, self._targets = torch.zeros_like(self._loss), torch.zeros_like(self._targets)
         self._empty = True
 

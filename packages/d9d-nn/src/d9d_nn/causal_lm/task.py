@@ -41,7 +41,7 @@ class CausalLM(TextTask):
 
     @property
     def likelihood(self) -> str:
-        """Term whose exponential is the perplexity."""
+        """Name of the loss term whose exponential is the perplexity."""
         return _TERM
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -57,7 +57,7 @@ class CausalLM(TextTask):
         """Sum of the weighted token losses; ignored targets have loss zero.
 
         Raises:
-            JobError: the model has no such output.
+            JobError: the model did not return ``token_loss``.
         """
         loss = read_output(outputs, "token_loss", self.config.head)
         return {_TERM: (loss * microbatch["weights"]).sum() if "weights" in microbatch else loss.sum()}

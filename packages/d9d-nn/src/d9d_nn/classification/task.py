@@ -82,7 +82,7 @@ class Classification(TextTask):
         return {_TERM: (labels != IGNORE).sum(dtype=torch.float32)}
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions; the head pools over all ranks, and only one of them counts the labels.
+        """This rank's positions of the microbatch; the head pools over all ranks, so only one rank counts the labels.
 
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
@@ -94,7 +94,7 @@ class Classification(TextTask):
         """Sum of the losses of all labels, computed in float32 or wider; ignored labels have loss zero.
 
         Raises:
-            JobError: the model has no such output.
+            JobError: the model did not return ``class_logits``.
         """
         logits = read_output(outputs, "class_logits", self.config.head)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -122,7 +122,7 @@ class TokenClassification(Classification):
     label_shape = ("B", "S")
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions, with their labels: the loss is a sum over labels.
+        """This rank's positions of the microbatch with their labels; each rank sums the losses of its own labels.
 
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.

@@ -43,13 +43,13 @@ def contrast(
 ) -> Contrast:
     """Contrastive loss of each query against the texts of all queries of all ranks.
 
-    Collective over ``ranks``. The loss of query i is ``-log softmax_j(q_i . t_j / temperature)`` at its own text; with
-    ``symmetric`` the mean of this loss and the one with queries and first texts exchanged.
+    Collective over ``ranks``. The loss of query i is ``-log softmax_j(q_i . t_j / temperature)`` at its own text. With
+    ``symmetric``, it is the mean of this loss and of the loss computed with queries and first texts exchanged.
 
     Args:
         queries: float32 [Q, D].
         texts: float32 [Q, N, D].
-        ranks: ranks with other queries; Q and N are equal on all.
+        ranks: ranks that hold the batch's queries; Q and N are equal on all ranks.
         present: bool [Q, 1 + N], whether query and texts exist; ``None`` if all do. Absent texts are never compared. A
             query has a loss if it and its own text are present.
         temperature: divisor of the similarities.
@@ -88,7 +88,7 @@ def _one_way(
     Args:
         anchors: anchors of this rank.
         candidates: candidates of this rank, M.
-        places: int64 [Q], index among all ranks' candidates of each anchor's own one.
+        places: int64 [Q], index of each anchor's own candidate among the candidates of all ranks.
         counted: bool [Q], whether each anchor has a loss.
         present: bool [M], whether each candidate is present.
         ranks: ranks with other anchors and candidates.

@@ -62,7 +62,7 @@ class Embedding(TextTask):
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions; the head pools over all ranks, and only one of them counts the queries.
+        """This rank's positions of the microbatch; the head pools over all ranks, so only one rank counts the queries.
 
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
@@ -71,11 +71,11 @@ class Embedding(TextTask):
 
     @property
     def first_pass(self) -> FirstPass:
-        """First pass: the model itself."""
+        """Choice of the model for the first pass: the trained model."""
         return FirstPass("model")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of the first pass, the same as of the second.
+        """Model inputs of the first pass, the same as in the second pass.
 
         Raises:
             JobError: the dataset does not give queries with texts.
@@ -93,14 +93,14 @@ class Embedding(TextTask):
         """Embeddings by sample, float32 [B, 1 + N, D], and whether each row has tokens: bool [B, 1 + N].
 
         Raises:
-            JobError: the model has no such output.
+            JobError: the model did not return ``embedding``.
         """
         embedding = read_output(outputs, "embedding", self.config.head).detach()
         present = _present(microbatch)
         return {"embedding": embedding.view(*present.shape, embedding.shape[-1]), "present": present}
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:
-        """Loss and hit of each query [B], and the gradient of each embedding [B (1 + N), D]. Collective over ranks."""
+        """Compute loss and hit of each query [B], and gradients of embeddings [B (1 + N), D]. Collective over ranks."""
         sizes = [len(one["embedding"]) for one in kept]
         embeddings = torch.cat([one["embedding"] for one in kept])
         present = torch.cat([one["present"] for one in kept])
@@ -111,10 +111,10 @@ class Embedding(TextTask):
         return [{_LOSS: loss, _HITS: hits, _GRADIENT: grad.flatten(0, 1)} for loss, hits, grad in parts]
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Sum over the queries; its gradient is the one computed after the first pass.
+        """Sum of the queries' losses; its gradient for the embeddings is the gradient computed after the first pass.
 
         Raises:
-            JobError: the model has no such output.
+            JobError: the model did not return ``embedding``.
         """
         embedding = read_output(outputs, "embedding", self.config.head)
         surrogate = (embedding * microbatch[_GRADIENT]).sum()
@@ -123,7 +123,7 @@ class Embedding(TextTask):
         return {_TERM: loss if counts_samples(microbatch) else 0 * loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Loss of each query, and whether its own text is the most similar of all in the step, [B] each."""
+        """Loss of each query, and whether its own text is the most similar text in the step, [B] each."""
         counted = slice(None) if counts_samples(microbatch) else slice(0)
         return {"contrastive_loss": microbatch[_LOSS][counted], "retrieval_hits": microbatch[_HITS][counted]}
 

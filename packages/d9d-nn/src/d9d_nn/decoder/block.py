@@ -31,8 +31,8 @@ class DecoderBlock(nn.Module):
         norm: class of the norms.
 
     Attributes:
-        routes: whether the feed-forward layer routes tokens. Such a layer skips padding, and its router also reads the
-            norm's output, so matrix products are not its only use.
+        routes: whether the feed-forward layer routes tokens to experts. Such a layer skips padding, and its router also
+            reads the norm's output, so the norm is not read by matrix products alone.
     """
 
     routes: ClassVar[bool] = False
@@ -132,9 +132,9 @@ def grouped_query_attention(
         config: config of the whole model.
         layer: index of the layer in the whole model.
         head_norm_eps: see :class:`GroupedQueryAttention`.
-        softcap: see there.
-        norm: see there.
-        interleaved: see there.
+        softcap: see :class:`GroupedQueryAttention`.
+        norm: see :class:`GroupedQueryAttention`.
+        interleaved: see :class:`GroupedQueryAttention`.
     """
     return GroupedQueryAttention(
         config.hidden_size,

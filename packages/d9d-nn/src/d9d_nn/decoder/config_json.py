@@ -33,7 +33,7 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
         config: our config.
         family: family of the model.
         dtype: dtype of the parameters: ``float32``, ``bfloat16`` or ``float16``.
-        ours: further fields of this model, which transformers lacks.
+        ours: further fields of this model that transformers does not have.
 
     Raises:
         CheckpointError: Hugging Face layout has no such dtype, or cannot express the model.
@@ -73,7 +73,7 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
 
 
 def kept_fields(source: Mapping[str, Any], config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Fields of a pretrained model's config to keep: tokens, generation settings, and names of unchanged classes."""
+    """Fields of a pretrained model's config to keep: special tokens, generation settings, unchanged class names."""
     kept = {name: source[name] for about in _KEPT for name in HARMLESS[about] if name in source}
     labels, own = source.get("id2label") or {}, _labels(config)
     if own and len(labels) == len(own["id2label"]) and source.get("architectures") == [_architecture(config, family)]:
@@ -85,7 +85,7 @@ def check_computable(data: Mapping[str, Any], family: Family) -> None:
     """Check that our models compute the model of a ``config.json``.
 
     Raises:
-        CheckpointError: it describes another architecture, or an unsupported variant.
+        CheckpointError: the file describes another architecture, or an unsupported variant.
     """
     name = family.model_type
     if data.get("model_type") != name:
@@ -100,9 +100,9 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Read the fields of our config that decoders share from a ``config.json``.
 
     Raises:
-        CheckpointError: it describes an unsupported variant.
+        CheckpointError: the file describes an unsupported variant.
         KeyError: a field is missing.
-        TypeError: a value has another type; likewise AttributeError.
+        TypeError: a value has an unexpected type. AttributeError is raised for the same reason.
     """
     rope, ours, positions = _rope(data), data.get(_OURS) or {}, data["max_position_embeddings"]
     is_language_model = _class_name(data, family) == family.language_model
@@ -127,7 +127,7 @@ def flag(data: Mapping[str, Any], name: str) -> bool:
     """Read a boolean field; false if it is null or absent.
 
     Raises:
-        CheckpointError: it is not a boolean.
+        CheckpointError: the field is neither a boolean nor null.
     """
     value = data.get(name)
     if value is not None and not isinstance(value, bool):
@@ -150,7 +150,7 @@ def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, i
     """Sliding window and first sliding layer of a ``config.json``, for models in which only later layers may slide.
 
     Raises:
-        CheckpointError: a layer after a sliding one does not slide.
+        CheckpointError: a layer after the first sliding-window layer has no sliding window.
     """
     layers = data["num_hidden_layers"]
     # As transformers reads it, including its defaults.
@@ -164,8 +164,8 @@ def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, i
         odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
         if odd or len(kinds) != layers or not all(slides[first:]):
             raise CheckpointError(
-                f"config.json: layer_types is {kinds}; {family.model_type} here has full_attention first and "
-                "sliding_attention after"
+                f"config.json: layer_types is {kinds}; d9d supports {family.model_type} only with one entry per layer, "
+                "full_attention first and sliding_attention after it"
             )
     if window is None or first >= layers:
         return None, 0
@@ -178,7 +178,7 @@ def layer_types_json(config: AlternatingConfig) -> list[str]:
 
 
 def layer_types(data: Mapping[str, Any], pattern: int) -> list[str]:
-    """Kinds of attention of the layers of a ``config.json``; by default every ``pattern``-th layer is full.
+    """Kinds of attention of the layers of a ``config.json``; by default every ``pattern``-th has full attention.
 
     Raises:
         CheckpointError: the number of kinds is not the number of layers.
@@ -192,7 +192,7 @@ def layer_types(data: Mapping[str, Any], pattern: int) -> list[str]:
 
 
 def kinds_of_rope_json(config: AlternatingConfig) -> dict[str, Any]:
-    """Write the fields of rotary positions of full and of sliding layers, which transformers 5 separates."""
+    """Write the rotary-position fields, which transformers 5 states separately for full and for sliding attention."""
     full = {"rope_theta": _stated_theta(config), **scaling_to_hugging_face(config.rope_scaling)}
     local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
     kinds = {"full_attention": full, "sliding_attention": full if config.local_rope_theta is None else local}
@@ -211,7 +211,7 @@ def merge_kinds_of_rope(data: Mapping[str, Any], theta: float, local_theta: floa
         Contents of ``config.json``; ``rope_local_base_freq`` is ``None`` if all layers rotate alike.
 
     Raises:
-        CheckpointError: only sliding layers have a scaling, or a field is no mapping of kinds.
+        CheckpointError: only sliding layers have a scaling, or ``rope_parameters`` is no mapping of layer types.
     """
     kinds, scaling = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
     if not isinstance(kinds, Mapping) or kinds.keys() - set(get_args(LayerType)) or not isinstance(scaling, Mapping):
@@ -226,7 +226,7 @@ def merge_kinds_of_rope(data: Mapping[str, Any], theta: float, local_theta: floa
     )
     full |= scaling
     if sliding != full and sliding["rope_type"] != "default":
-        raise CheckpointError(f"config.json: rope_parameters is {kinds!r}; only full layers may have a scaling here")
+        raise CheckpointError(f"config.json: rope_parameters is {kinds!r}; d9d supports scaling only in full_attention")
     local = None if sliding == full else sliding["rope_theta"]
     return {
         **data,
@@ -246,7 +246,7 @@ def _stated_theta(config: DecoderConfig) -> float:
 
 
 def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of the rotary positions; with both fields present, ``rope_scaling``, as in transformers."""
+    """Settings of the rotary positions: ``rope_scaling`` if present, as in transformers, else ``rope_parameters``."""
     parameters, scaling = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
     theta = parameters.get("rope_theta")
     if scaling and theta is not None and scaling.get("rope_theta") is None and data.get("rope_theta") is None:
@@ -280,7 +280,7 @@ def _labels(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _own_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Extra fields of ``config.json`` for reading the same model back."""
+    """Extra fields of ``config.json`` that d9d needs to read the same model back."""
     fields: dict[str, Any] = {}
     if config.heads != DecoderConfig.model_fields["heads"].default:
         fields["heads"] = {name: head.model_dump(exclude_none=True) for name, head in config.heads.items()}

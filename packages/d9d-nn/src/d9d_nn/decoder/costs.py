@@ -1,6 +1,6 @@
 """Costs of decoders, from their configs alone. Imports no torch.
 
-A family adds whether its attention has head norms, and the cost of its feed-forward layers.
+A model family states whether its attention has head norms, and passes the cost of its feed-forward layers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class FeedForwardCost(NamedTuple):
     """Cost of the feed-forward part of a layer, see :class:`~d9d_core.cost.BlockCost`.
 
     Attributes:
-        name: name of layers with it.
+        name: name of the layers that have this feed-forward part.
         ops: ops of the feed-forward part.
-        parameters, experts: number of its parameters, and of its experts' parameters.
+        parameters, experts: number of all its parameters, and number of its experts' parameters.
         workspace: peak bytes of its backward, except hidden states.
         exchanges, backward_exchanges: collectives of the forward and of the backward.
     """
@@ -96,7 +96,7 @@ def swiglu_cost(config: Any, _layer: int, share: Share) -> FeedForwardCost:
     """
     tp, hidden, width, tokens = share.tensor, config.hidden_size, share.width, share.tokens
     if config.intermediate_size % tp:
-        raise BuildError(f"mesh.tp is {tp}, which does not divide {config.intermediate_size} features of layers")
+        raise BuildError(f"mesh.tp is {tp}, which does not divide {config.intermediate_size} inner features")
     features = config.intermediate_size // tp
     into, out_of = (
         _matrices(("gate_proj", "up_proj"), features, hidden, 0),
@@ -130,7 +130,7 @@ def state_bytes(config: DecoderConfig, share: Share) -> float:
 
 
 def sequence_exchanges(config: DecoderConfig, share: Share) -> tuple[Exchange, ...]:
-    """All-gather and reduce-scatter of positions around one half of a layer; the same in the backward."""
+    """All-gather and reduce-scatter of positions around attention or feed-forward, the same in the backward."""
     if share.tensor == 1:
         return ()
     size = share.width * share.tokens * config.hidden_size
@@ -138,7 +138,7 @@ def sequence_exchanges(config: DecoderConfig, share: Share) -> tuple[Exchange, .
 
 
 def _alike(config: DecoderConfig, layers: range) -> dict[int, list[int]]:
-    """First layer of each kind -> all layers of this kind."""
+    """All layers of each kind, by the index of the first layer of this kind."""
     kinds: dict[Hashable, list[int]] = {}
     for layer in layers:
         kinds.setdefault(config.kind(layer), []).append(layer)

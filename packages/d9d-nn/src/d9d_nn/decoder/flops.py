@@ -7,12 +7,13 @@ from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHea
 
 
 def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> float:
-    """Operations per token, forward and backward: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
+    """FLOPs per token, forward and backward: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
 
     A matmul parameter takes one multiplication and one addition, once in the forward and twice in the backward. The
-    embedding look-up is not a matmul; each causal_lm or token_classification head is one, tied or not. Of a layer with
-    experts, the router and the experts of one token count. A classification head counts once per sample; an embedding
-    head has no matmul. The second term is for attention scores and the mixing of values (Chowdhery et al. 2022, "PaLM",
+    embedding look-up is not a matmul; each causal_lm or token_classification head is one, tied or not. In a layer with
+    experts, only the router and the experts of one token count. A classification head counts once per sample; an
+    embedding head has no matmul. The second term counts attention scores and the mixing of values (Chowdhery et al.
+    2022, "PaLM",
     appendix B); keys is the average number of keys that a token attends to: half of the sequence, or less with a
     sliding window. Recomputation is not counted. With several heads, all heads are assumed to be trained.
     """

@@ -44,20 +44,20 @@ class DecoderFormat(ABC, Generic[C]):
         """Read the fields of our config that only this family has.
 
         Raises:
-            CheckpointError: it describes an unsupported variant.
+            CheckpointError: the file describes an unsupported variant.
             KeyError: a field is missing.
         """
 
     def family_of(self, config: C) -> Family:  # noqa: ARG002 - overridden by models of several families
-        """Family of transformers that a model of ours belongs to."""
+        """Family of transformers that has the model of this config."""
         return self.family
 
     def family_in(self, data: Mapping[str, Any]) -> Family:  # noqa: ARG002 - likewise
-        """Family that a ``config.json`` belongs to; if it belongs to none, any, which then refuses it."""
+        """Family that a ``config.json`` belongs to; if unknown, any family, which then refuses the file."""
         return self.family
 
     def own_fields(self, config: C) -> dict[str, Any]:  # noqa: ARG002 - overridden by some families
-        """Fields of this family that transformers has no field for; stored unchanged."""
+        """Config fields of this family that transformers does not have; ``config.json`` stores them unchanged."""
         return {}
 
     def config_json(self, config: C, dtype: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class DecoderFormat(ABC, Generic[C]):
         """Read our config from a published ``config.json``, of transformers 4 or 5.
 
         Raises:
-            CheckpointError: it describes another architecture, an unsupported variant, or an invalid model.
+            CheckpointError: the file describes another architecture, an unsupported variant, or an invalid model.
         """
         family = self.family_in(data)
         name = family.model_type
@@ -101,7 +101,7 @@ class DecoderFormat(ABC, Generic[C]):
             raise CheckpointError(f"config.json: no {name} model has these values: {'; '.join(problems)}") from error
 
     def layers(self, config: C, stored: C) -> list[Mapper]:  # noqa: ARG002 - some families compare the two
-        """Mappers of the tensors in layers, from files of a model like ``stored`` to a model like ``config``."""
+        """Mappers of the layers' tensors, from files of a model with config ``stored`` to a model with ``config``."""
         # Imported here, because reading a config must not import torch.
         from d9d_weights.hugging_face.names import layer_names
 

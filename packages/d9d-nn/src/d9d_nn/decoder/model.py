@@ -31,12 +31,12 @@ BuildBlock = Callable[[Any, int], DecoderBlock]
 
 
 class DecoderModel(nn.Module):
-    """Decoder model of one pipeline stage: layers, embedding on the first, final norm and heads on the last.
+    """Decoder model of one stage: layers, on the first stage the embedding, on the last stage final norm and heads.
 
     Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``, with
     the index in the whole model, so that names do not depend on the stages. A tied causal_lm head has no parameter: it
-    uses the embedding's. If the embedding is on another stage, the last stage has a copy under the same name, and
-    training adds up the gradients of parameters with equal names. With ``added_tokens``, the embedding and each
+    uses the embedding's weight. If the embedding is on another stage, the last stage has a copy under the same name,
+    and training adds up the gradients of parameters with equal names. With ``added_tokens``, the embedding and each
     causal_lm head have ``regular.weight`` and ``added.weight`` in place of ``weight``.
 
     Args:
@@ -97,7 +97,7 @@ class DecoderModel(nn.Module):
         return {f"layers.{index}": layer for index, layer in self.layers.items()}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the embedding (over the vocabulary, if it is one piece) and of the final norm (over positions)."""
+        """Styles of the embedding (split over the vocabulary, unless tokens were added) and of the final norm."""
         plan = {}
         if hasattr(self, "embedding"):
             whole = isinstance(self.embedding, TokenEmbedding)
@@ -111,7 +111,7 @@ class DecoderModel(nn.Module):
         self._sequence_ranks = ranks
 
     def split_context(self, share: ContextShare) -> None:
-        """Prepare for a rank's own positions; ``documents`` still cover all positions.
+        """Prepare for inputs with only this rank's positions; ``documents`` still cover all positions.
 
         Raises:
             BuildError: the rotation depends on the length of samples.
@@ -127,8 +127,9 @@ class DecoderModel(nn.Module):
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         """Spec of ``hidden`` [B, S, H] in the dtype of this stage's parameters; empty on the last stage.
 
-        If a head reads the mean of several layers, the sum so far is sent too, with the same shape and dtype. If ranks
-        of ``tp`` split positions, S is their part; if ranks of ``cp`` do, the microbatch holds only their positions.
+        If a head reads the mean of several layers, the stage also sends the sum so far, of the same shape and dtype. If
+        the ranks of ``tp`` split the positions, S is the number of this rank's positions; if the ranks of ``cp`` split
+        them, the microbatch holds only this rank's positions.
         """
         if self.stage.is_last:
             return {}
@@ -158,15 +159,15 @@ class DecoderModel(nn.Module):
 
         Args:
             tokens: int64 [B, S], for the first stage.
-            hidden: [B, S, H], for later stages: returned by the previous one.
+            hidden: [B, S, H], for later stages: returned by the previous stage.
             positions: int64 [B, S], position inside the document; counted from the sample's start if ``None``.
             documents: int64 [B, S]; tokens attend only within their own document. ``None`` if a sample is one document.
             targets: int64 [B, S], -100 where nothing is predicted; only causal_lm heads read them.
             lengths: int64 [B], tokens of each right-padded sample; experts and heads that pool leave out the padding
-                behind them. ``None`` if there is no padding.
-            ends: int64 [B, N], where each row of packed samples ends, 0 behind the last; heads that pool then return a
-                result for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
-            layer_sums: [B, S, H] each, for later stages: the other outputs of the previous one.
+                after these tokens. ``None`` if there is no padding.
+            ends: int64 [B, N], where each row of packed samples ends, 0 after the last row; heads that pool then return
+                a result for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
+            layer_sums: [B, S, H] each, for later stages: the other outputs of the previous stage.
 
         Returns:
             Before the last stage, the tensors named by :meth:`boundary`. From the last stage without heads, the
@@ -176,7 +177,7 @@ class DecoderModel(nn.Module):
             causal_lm heads among them run only with targets.
 
         Raises:
-            ValueError: the first stage got no tokens, or a later one did not get all outputs of the previous one.
+            ValueError: the first stage got no tokens, or a later stage did not get all outputs of the previous stage.
             TypeError: an input is unknown.
         """
         if self.stage.is_first:

@@ -17,7 +17,7 @@ TINY = {
 
 
 def sizes(hidden: int, intermediate: int, layers: int, heads: int, pairs: int, **more: Any) -> dict[str, Any]:
-    """Sizes of a model under the names of the config's fields, and further fields."""
+    """Fields of a preset: the sizes of a model under the names of config fields, and the further fields given."""
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,

@@ -20,7 +20,7 @@ def layers_of(config: DecoderConfig, stage: Stage) -> range:
     """Layers of a stage, chosen so that all stages cost about the same, including heads and embedding.
 
     The costs are estimated from the matmul parameters that a token uses. The cost of attention scores is left out,
-    since the sequence length is unknown; layers therefore cost more than assumed here. All layers count the same.
+    since the sequence length is unknown; layers therefore cost more than assumed. All layers count as equally costly.
 
     Args:
         config: config of the whole model.

@@ -1,1 +1,1 @@
-"""Distillation: a model learns the next-token distribution of another."""
+"""Distillation: a model learns the next-token distribution of another model."""

@@ -21,9 +21,9 @@ def divergence(
 ) -> Tensor:
     """Kullback-Leibler divergence ``T^2 * sum_v p_v (log p_v - log q_v)`` of each token, computed in float32.
 
-    Here ``q = softmax(logits / T)`` and ``p = softmax(other / T)``. Its gradient with respect to the logits is
-    ``T (q - p)``. Chunks of tokens are processed one after another, so nothing of the size of the logits is kept but
-    the logits and their gradient.
+    Here ``q = softmax(logits / T)`` and ``p = softmax(other / T)``. The gradient with respect to the logits is
+    ``T (q - p)``. Chunks of tokens are processed one after another, so the logits and their gradient are the only
+    tensors of this size in memory.
 
     Args:
         logits: [T, V].

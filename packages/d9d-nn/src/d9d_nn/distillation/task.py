@@ -35,7 +35,7 @@ class Distillation(TextTask):
     stages of both models return ``logits`` [B, S, V].
 
     Args:
-        config: teacher, and how to learn from it.
+        config: config with the teacher, the temperature and the weights of the losses.
     """
 
     def __init__(self, config: DistillationConfig) -> None:
@@ -97,14 +97,14 @@ class Distillation(TextTask):
         return {_LOGITS: top.values, _WORDS: top.indices}
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:  # noqa: ARG002
-        """Return the logits unchanged: a sample does not depend on others."""
+        """Return the teacher's logits unchanged, because the loss of a sample does not depend on other samples."""
         return kept
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Sums over the targets, each times its weight.
+        """Sum of each loss term over the targets; the loss of a target is multiplied by its weight.
 
         Raises:
-            JobError: the model has no such output.
+            JobError: the model did not return ``logits``.
         """
         logits = read_output(outputs, "logits", self.config.head).flatten(0, 1)  # [B * S, V]
         targets = microbatch["targets"].flatten()

@@ -12,10 +12,10 @@ _FILE = "tokenizer.json"
 
 
 def check_vocabularies(model: Any, teacher: Any) -> list[str]:
-    """Differences between the vocabularies of student and teacher, one line each.
+    """Describe the differences between the vocabularies of student and teacher, one line each.
 
     Sizes may differ if the directories of both models have tokenizers that give every token the same id, since
-    published models pad their matrices differently. Models without such files need equal sizes.
+    published models pad their embedding matrices differently. Models without tokenizers need equal sizes.
 
     Args:
         model: config of the student.
@@ -42,7 +42,7 @@ def check_vocabularies(model: Any, teacher: Any) -> list[str]:
 
 
 def _vocabulary(config: Any) -> dict[str, int] | None:
-    """Ids by token from the tokenizer next to a model's weights; ``None`` if there is no readable one."""
+    """Map of tokens to ids from the tokenizer next to a model's weights; ``None`` if no tokenizer can be read there."""
     location = getattr(config, "pretrained", None)
     if not isinstance(location, str) or "://" in location:
         return None

@@ -30,7 +30,7 @@ RANKS = "token_ranks"
 
 
 class VocabularyWeight(nn.Module):
-    """Part of a head's weight, under a separate name.
+    """Part of a causal_lm head's weight, stored under a separate parameter name.
 
     Args:
         words: number of words of the vocabulary in this part.
@@ -54,8 +54,8 @@ class CausalLMHead(nn.Module):
 
     The loss is computed here, not by the task, so that an op that never builds all logits can compute it.
 
-    A tied head has no parameter: its caller passes the embedding's weight. So the parameter exists once, under one
-    name, and stays shared when a model is materialised.
+    A tied head has no parameter: its caller passes the embedding's weight. The parameter therefore exists once, under
+    one name, and stays shared when the model is materialised from the meta device.
 
     A head with added tokens has two parameters, ``regular.weight`` and ``added.weight``, and concatenates them in each
     call: one copy of V x H numbers forward, and one more for their gradient.
@@ -66,7 +66,7 @@ class CausalLMHead(nn.Module):
         std: standard deviation of the initial weights.
         tied: whether the caller passes the weight.
         added_tokens: number of last words with a separate parameter; less than V.
-        softcap: soft cap of the logits, see the op; ``None`` for none.
+        softcap: soft cap of the logits, see :func:`~d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
     """
 
     weight: nn.Parameter | None
@@ -101,7 +101,7 @@ class CausalLMHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, std); a tied or split head has no weight itself."""
+        """Draw the weight from N(0, std); a tied head or a head with added tokens has no own weight."""
         if self.weight is not None:
             nn.init.normal_(self.weight, std=self.std)
 
@@ -114,20 +114,20 @@ class CausalLMHead(nn.Module):
         return (RANKS,)
 
     def observe(self, name: str, when: Literal["training", "evaluation"]) -> None:
-        """Compute the ranks from now on: in training, or in forwards in ``eval`` mode."""
+        """Compute the observation ``token_ranks`` from now on, either in training or in forwards in ``eval`` mode."""
         if name == RANKS:
             self._ranked.add(when)
 
     def split_vocabulary(self, share: VocabularyShare) -> None:
-        """Compute with a share of the weight's rows; losses, ranks and logits still cover all words.
+        """Compute with this rank's share of the weight's rows; losses, token ranks and logits still cover all words.
 
-        From now on, calls are collective over the ranks that share the words.
+        From now on, calls are collective over the process group that shares the words.
         """
         self._share = share
         self.linear_cross_entropy = VocabularyParallelSlot(share, self.softcap)
 
     def forward_collectives(self, step: StepShape) -> Iterator[tuple[Kind, int | None]]:
-        """Collectives of a loss over shares of the words: maximum of the logits, sums, and ranks if computed."""
+        """All-reduces of the loss if words are sharded: of logit maxima, of sums, and of token ranks if computed."""
         wide = max(step.itemsize, 4)
         yield "all_reduce", step.bytes_of(1, wide)
         yield "all_reduce", step.bytes_of(3, wide)
@@ -149,7 +149,7 @@ class CausalLMHead(nn.Module):
             ``{"logits": [B, S, V]}``.
 
         Raises:
-            ValueError: a tied head got no weight, or an untied one got one.
+            ValueError: a tied head got no ``tied_weight``, or an untied head got a ``tied_weight``.
         """
         if self.tied == (tied_weight is None):
             raise ValueError("pass tied_weight to a tied head, and only to a tied head")
@@ -160,7 +160,7 @@ class CausalLMHead(nn.Module):
         return self.of_tokens(self.linear_cross_entropy, hidden, weight, targets)
 
     def of_tokens(self, slot: OpSlot, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Loss of each token, computed by the op of a slot, and its rank if a metric reads ranks."""
+        """Compute the loss of each token by the op of a slot, and ``token_ranks`` if a metric reads them."""
         if ("training" if self.training else "evaluation") not in self._ranked:
             return {"token_loss": slot(hidden, weight, targets)}
         if isinstance(slot.function, CountsRanks):

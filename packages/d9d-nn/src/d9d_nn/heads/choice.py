@@ -18,16 +18,17 @@ def choose_head(model: Any, kind: str, name: str | None, where: str = "task.head
     Args:
         model: the model's config, with heads by name in ``heads`` if it lists them.
         kind: kind of head that the task needs.
-        name: name of the head; may be ``None`` if the model has one.
+        name: name of the head; may be ``None`` if the model has only one head.
         where: field of the job file that gives the name.
 
     Raises:
-        JobError: there is no such head, it is of another kind, or several exist and none is named.
+        JobError: there is no such head, the head is of another kind, or the model has several heads and no name is
+            given.
     """
     heads = getattr(model, "heads", None)
     if not isinstance(heads, Mapping):
         if name is not None:
-            raise JobError(f"{where}: the model lists no heads, so there is no '{name}'; leave {where} out")
+            raise JobError(f"{where}: the model lists no heads, so there is no head '{name}'; leave {where} out")
         return None
     kinds = ", ".join(f"{other} ({head.kind})" for other, head in heads.items())
     if name is None and len(heads) > 1:
@@ -50,7 +51,7 @@ def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
     """Read one output of the chosen head; the name has no prefix if there is only one head.
 
     Raises:
-        JobError: the model did not compute it.
+        JobError: the model did not return this output.
     """
     for found in (key,) if head is None else (f"{head}/{key}", key):
         if found in outputs:
@@ -59,12 +60,14 @@ def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
 
 
 def exceeded(model: Any, facts: State, where: str = "model") -> list[str]:
-    """Limits of the model that the data exceeds, one line each: token ids and positions, if both sides state them.
+    """Messages, one line each, if the data has more token ids or positions than the model.
+
+    A limit is compared only if both the model's config and the data state it.
 
     Args:
-        model: its config.
-        facts: of the data.
-        where: field of the job file with the config.
+        model: config of the model.
+        facts: facts about the data, by name.
+        where: field of the job file with the model's config.
     """
     return [
         f"{where}.{field}: the model has {have} {what}, the data has {need}; "
@@ -80,13 +83,13 @@ def exceeded(model: Any, facts: State, where: str = "model") -> list[str]:
 
 
 def check_language_model(model: Any, kind: str, head: str | None, facts: State) -> None:
-    """Find the head that a task reads, and compare the sizes of model and data that both state.
+    """Find the head that a task reads, and check that the model covers the data's token ids and positions, if stated.
 
     Args:
-        model: its config.
+        model: config of the model.
         kind: kind of head that the task needs.
         head: name of the head, if given.
-        facts: of the data.
+        facts: facts about the data, by name.
 
     Raises:
         JobError: the head cannot be found, or the data has token ids or positions that the model does not have.

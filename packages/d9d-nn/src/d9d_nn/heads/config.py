@@ -82,7 +82,7 @@ def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
     """Layers whose mean a head reads, ascending from 0; ``None`` if it reads the final state.
 
     Args:
-        head: its config.
+        head: config of the head.
         num_layers: number of layers of the whole model.
 
     Raises:
@@ -107,7 +107,7 @@ def check_heads(
     """Check heads against their model; sizes that are ``None`` are not compared.
 
     Args:
-        heads: by name.
+        heads: configs of the heads, by name.
         hidden_size: features of a hidden state.
         num_layers: number of layers of the whole model.
         tied: whether a head takes its weight from the embedding.

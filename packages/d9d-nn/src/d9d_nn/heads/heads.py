@@ -26,7 +26,7 @@ class Heads(nn.ModuleDict):
     """Heads of a model by name, each with its choice of hidden states.
 
     Args:
-        configs: by name.
+        configs: configs of the heads, by name.
         hidden_size: H.
         vocabulary: V.
         num_layers: number of layers of the whole model.
@@ -69,7 +69,7 @@ class Heads(nn.ModuleDict):
                 )
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the heads: language model heads split the vocabulary; others are small, or need all positions."""
+        """Tensor-parallel styles of the heads: causal_lm heads split the vocabulary, other heads are replicated."""
         return {
             name: TensorStyle.VOCAB if isinstance(head, CausalLMHead) and not head.split else TensorStyle.WHOLE
             for name, head in self.items()

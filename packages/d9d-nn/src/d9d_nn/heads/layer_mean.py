@@ -1,8 +1,8 @@
 """Mean of several layers' outputs, summed while they are computed, over all pipeline stages.
 
 Outputs are normalised by the model's final norm. The norm's weight exists on the last stage only and is the same for
-all layers, so stages add up ``x / rms(x)``, and the last one multiplies by the weight. Shapes: B samples, S positions,
-H features.
+all layers, so stages add up ``x / rms(x)``, and the last stage multiplies by the weight. Shapes: B samples, S
+positions, H features.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Layers = tuple[int, ...]
 
 
 def sum_name(layers: Layers) -> str:
-    """Name of a running sum between stages, for example ``layer_sum_0_2``."""
+    """Name of a running sum that stages pass on, for example ``layer_sum_0_2`` for the layers 0 and 2."""
     return "_".join(("layer_sum", *map(str, layers)))
 
 
@@ -28,11 +28,11 @@ class LayerSums:
         wanted: sets of layers that are summed together, ascending.
         eps: added to the mean square, as in the final norm.
         so_far: sums from earlier stages, by :func:`sum_name`.
-        done: layers of earlier stages.
+        done: indices of the layers of earlier stages.
 
     Raises:
-        TypeError: an input is not a sum begun by earlier stages.
-        ValueError: such a sum is missing; without it the mean would cover other layers.
+        TypeError: an entry of ``so_far`` is not a sum begun by earlier stages.
+        ValueError: a sum begun by earlier stages is missing; without it the mean would lack their layers.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class LayerSums:
                 self._sums[name] = self._sums[name] + scaled if name in self._sums else scaled
 
     def to_send(self) -> dict[str, Tensor]:
-        """Sums of at least one layer, which the next stage needs; [B, S, H] each."""
+        """Sums that contain at least one layer, to be sent to the next stage; [B, S, H] each."""
         return self._sums
 
     def means(self, norm_factor: Tensor) -> dict[Layers, Tensor]:
-        """Mean of the normalised outputs of each set of layers, [B, S, H], when all have been added."""
+        """Mean of the normalised outputs of each set of layers, [B, S, H], after all layers have been added."""
         return {layers: self._mean(layers, norm_factor) for layers in self._wanted}
 
     def _mean(self, layers: Layers, norm_factor: Tensor) -> Tensor:

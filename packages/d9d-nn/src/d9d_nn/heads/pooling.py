@@ -14,7 +14,7 @@ from d9d_nn.heads.config import Pooling
 
 
 class PoolsContext:
-    """Pooling part of a head that pools whole samples, also if ranks of ``cp`` share the positions.
+    """Base of heads that pool whole samples; it gathers the positions that context parallelism splits over ``cp``.
 
     Attributes:
         features: H; ``None`` in a head that accepts any H.
@@ -24,7 +24,7 @@ class PoolsContext:
     _context: ContextShare | None = None
 
     def see_context(self, share: ContextShare) -> None:
-        """Accept a share of the positions from now on, and gather all positions; every rank pools the same ones."""
+        """Accept hidden states of only this rank's positions from now on; each rank then gathers all positions."""
         self._context = share
 
     def context_collectives(self, step: StepShape) -> Iterator[ContextCall]:

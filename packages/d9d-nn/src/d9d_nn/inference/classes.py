@@ -56,11 +56,11 @@ class HeadReader:
         self._packed = is_packed(facts)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage."""
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
         return stage_inputs(microbatch, "ends")
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions.
+        """This rank's positions of the microbatch.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
@@ -68,14 +68,14 @@ class HeadReader:
         return own_positions(microbatch, share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Output of the head, and places of the rows."""
+        """Output of the head, and the tensors that locate the rows in the microbatch."""
         return {"values": read_output(outputs, self.output, self.config.head).float(), **places_of(microbatch)}
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
         return {"rows": float(len(rows[ROW]))}
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Number of rows."""
+        """Summary of the pass: the number of rows."""
         return {"rows": sums["rows"]}
 
     def _problems(self, head: Any, facts: State) -> list[str]:  # noqa: ARG002 - subclasses use them
@@ -110,7 +110,7 @@ class Classes(HeadReader):
         }
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of the output, from the tensors kept of a microbatch."""
+        """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""
         numbers, logits = self._each(kept)
         chosen = logits.argmax(-1).tolist()
         return {
@@ -141,11 +141,11 @@ class TokenClasses(HeadReader):
         return {ROW: _ROW, "tokens": "number of its tokens", "labels": "most likely class of each token"}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage."""
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
         return stage_inputs(microbatch)
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of the output, from the tensors kept of a microbatch."""
+        """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""
         chosen = kept["values"].argmax(-1)
         each = [
             (place.row, [label_of(one, self._labels) for one in chosen[place.sample, place.positions].tolist()])
@@ -174,7 +174,7 @@ class Rewards(HeadReader):
         return {ROW: _ROW, "reward": "score of the row"}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of the output, from the tensors kept of a microbatch."""
+        """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""
         numbers, logits = self._each(kept)
         return {ROW: numbers, "reward": logits[..., 0].tolist()}
 
@@ -183,7 +183,7 @@ class Rewards(HeadReader):
         return {"rows": float(len(rows[ROW])), "reward": float(sum(rows["reward"]))}
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Number of rows, and their mean score."""
+        """Summary of the pass: the number of rows, and their mean score."""
         return {"rows": sums["rows"], "mean_reward": sums["reward"] / max(sums["rows"], 1)}
 
     def _problems(self, head: Any, facts: State) -> list[str]:  # noqa: ARG002 - only the head is checked
@@ -199,7 +199,7 @@ def label_of(number: int, labels: tuple[str, ...] | None) -> str:
 
 
 def labels_of(given: tuple[str, ...] | None, facts: State) -> tuple[str, ...] | None:
-    """Names of the classes from the job file, else from the data, if it states them."""
+    """Names of the classes: from the job file, else from the data's facts, else ``None``."""
     stated = facts.get("labels")
     if given is not None or not isinstance(stated, list):
         return given
@@ -207,7 +207,7 @@ def labels_of(given: tuple[str, ...] | None, facts: State) -> tuple[str, ...] | 
 
 
 def label_problems(labels: tuple[str, ...] | None, head: Any) -> list[str]:
-    """Problem, as one line, if the number of names is not the number of classes; otherwise empty."""
+    """List with one message if the number of names is not the head's number of classes; otherwise an empty list."""
     classes = getattr(head, "num_classes", None)
     if labels is None or classes is None or len(labels) == classes:
         return []

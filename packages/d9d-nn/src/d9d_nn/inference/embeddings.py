@@ -23,6 +23,6 @@ class Embeddings(HeadReader):
         return {ROW: "number of the row in the input, from 0", "embedding": "its vector, float32"}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of the output, from the tensors kept of a microbatch."""
+        """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""
         numbers, values = self._each(kept)
         return {ROW: numbers, "embedding": list(values.numpy())}

@@ -24,7 +24,7 @@ class Generations:
     """Inference task of generations. A row of the data is a prompt, without the token that ends its text.
 
     Args:
-        config: length of the continuations, and choice of their tokens.
+        config: config with the length of the continuations and the sampling settings.
     """
 
     def __init__(self, config: GenerationsConfig) -> None:
@@ -43,7 +43,7 @@ class Generations:
 
     @property
     def continuation(self) -> Continuation:
-        """Length of the continuations, and choice of their tokens."""
+        """Length of the continuations, and the settings by which their tokens are sampled."""
         config = self.config
         stop = None if config.stop is None else frozenset(config.stop)
         return Continuation(config.max_new_tokens, config.temperature, config.seed, stop)
@@ -57,7 +57,7 @@ class Generations:
 
         Raises:
             JobError: the head cannot be found; the data has token ids that the model does not have, or leaves no
-                positions for new tokens; or its samples hold several rows.
+                positions for new tokens; or a sample of the data holds several rows.
         """
         check_language_model(model, "causal_lm", self.config.head, facts)
         if is_packed(facts):
@@ -69,28 +69,28 @@ class Generations:
         if isinstance(have, int) and isinstance(prompt, int) and prompt + self.config.max_new_tokens > have:
             raise JobError(
                 f"task.max_new_tokens: prompts of {prompt} positions (data.sequence_length) and "
-                f"{self.config.max_new_tokens} new tokens are more than the model's {have} positions; lower one of them"
+                f"{self.config.max_new_tokens} new tokens are more than the model's {have} positions; lower either"
             )
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage."""
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
         return stage_inputs(microbatch)
 
     def logits(self, outputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Logits [B, S, V] of the head."""
+        """Logits [B, S, V] of the head; ``None`` if the model did not return them."""
         try:
             return read_output(outputs, "logits", self.config.head)
         except JobError:
             return None
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """New tokens int64 [B, N], whether they end the text [B], and the sizes of prompts [B]."""
+        """New tokens int64 [B, N], whether they end the text, bool [B], and the lengths of the prompts, int64 [B]."""
         tokens = microbatch["tokens"]
         sizes = microbatch.get("lengths", tokens.new_full((len(tokens),), tokens.shape[1]))
         return {"new_tokens": outputs["new_tokens"], "ended": outputs["ended"], "sizes": sizes}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of the output, from the tensors kept of a microbatch."""
+        """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""
         tokens = [[token for token in row if token >= 0] for row in kept["new_tokens"].tolist()]
         return {
             ROW: kept["rows"].tolist(),
@@ -109,7 +109,7 @@ class Generations:
         }
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Numbers of rows and of new tokens, and the fraction of rows that have ended."""
+        """Summary of the pass: the number of rows, the number of new tokens, and the fraction of ended rows."""
         return {
             "rows": sums["rows"],
             "new_tokens": sums["tokens"],

@@ -61,21 +61,21 @@ class HiddenStates:
         count = max(found, default=-1) + 1
         for layer in self.config.layers:
             if layer % max(count, 1) not in found or not -count <= layer < count:
-                raise JobError(f"task.layers: there is no layer {layer} in a model of {count}")
+                raise JobError(f"task.layers: there is no layer {layer} in a model of {count} layers")
             self._modules[_column(layer)] = found[layer % count]
         return list(dict.fromkeys(self._modules.values()))
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage."""
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
         return stage_inputs(microbatch)
 
     @property
     def of_positions(self) -> frozenset[str]:
-        """Names of the tensors of positions: all layers."""
+        """Names of the tensors with a value for each position: the outputs of all chosen layers."""
         return frozenset(self._modules)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions, which layers return outputs for.
+        """This rank's positions of the microbatch, for which the layers return outputs.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
@@ -83,12 +83,12 @@ class HiddenStates:
         return own_positions(microbatch, share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Outputs of the chosen layers [B, S, H] in float32, and places of the rows."""
+        """Outputs of the chosen layers [B, S, H] in float32, and the tensors that locate the rows in the microbatch."""
         states = {column: outputs[f"module/{name}"].float() for column, name in self._modules.items()}
         return {**states, **places_of(microbatch)}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of the output, from the tensors kept of a microbatch."""
+        """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""
         arrays: dict[str, Any] = {column: kept[column].numpy() for column in self._modules}
         places = list(row_places(kept, next(iter(arrays.values())).shape[1], self._packed))
         lengths = [place.positions.stop - place.positions.start for place in places]

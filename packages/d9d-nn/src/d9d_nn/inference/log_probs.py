@@ -52,7 +52,7 @@ class TokenLikelihoods:
         self._packed = is_packed(facts)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage.
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage.
 
         Raises:
             JobError: the dataset gives no targets.
@@ -69,12 +69,12 @@ class TokenLikelihoods:
         return own_positions(microbatch, share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Losses float32 [B, S], targets int64 [B, S], and places of the rows."""
+        """Losses float32 [B, S], targets int64 [B, S], and the tensors that locate the rows in the microbatch."""
         losses = read_output(outputs, "token_loss", self.config.head)
         return {"losses": losses.float(), "targets": microbatch["targets"], **places_of(microbatch)}
 
     def _each(self, kept: Mapping[str, Tensor]) -> list[tuple[int, Any, Any]]:
-        """Rows, with their targets and float32 log-probabilities."""
+        """Return for each row its number, its targets and their float32 log-probabilities."""
         targets: Any = kept["targets"].numpy()
         losses: Any = kept["losses"].numpy()
         found = []
@@ -97,7 +97,7 @@ class LogProbs(TokenLikelihoods):
         return {ROW: _ROW, "tokens": _COUNT, "log_prob": "log-probability of all its targets together", **more}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of the output, from the tensors kept of a microbatch."""
+        """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""
         each = self._each(kept)
         columns: dict[str, list[Any]] = {
             ROW: [row for row, _, _ in each],
@@ -109,11 +109,11 @@ class LogProbs(TokenLikelihoods):
         return columns
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Sums of targets and of log-probabilities."""
+        """Number of targets of these rows, and sum of their log-probabilities."""
         return {"tokens": float(sum(rows["tokens"])), "log_prob": float(sum(rows["log_prob"]))}
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Number of targets, and their mean log-probability."""
+        """Summary of the pass: the number of targets, and their mean log-probability."""
         return {"tokens": sums["tokens"], "mean_log_prob": sums["log_prob"] / max(sums["tokens"], 1)}
 
 
@@ -130,7 +130,7 @@ class PerplexityRows(TokenLikelihoods):
         }
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of the output, from the tensors kept of a microbatch."""
+        """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""
         each = [(row, len(targets), -float(values.sum(dtype=np.float64))) for row, targets, values in self._each(kept)]
         losses = [total / max(count, 1) for _, count, total in each]
         return {
@@ -141,12 +141,12 @@ class PerplexityRows(TokenLikelihoods):
         }
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Sums of targets and of losses."""
+        """Number of targets of these rows, and sum of their losses."""
         weighted = [count * loss for count, loss in zip(rows["tokens"], rows["loss"], strict=True)]
         return {"tokens": float(sum(rows["tokens"])), "loss": float(sum(weighted))}
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Number of targets, and loss and perplexity over all of them."""
+        """Summary of the pass: the number of targets, and the mean loss and the perplexity over all targets."""
         loss = sums["loss"] / max(sums["tokens"], 1)
         return {"tokens": sums["tokens"], "loss": loss, "perplexity": _exp(loss)}
 

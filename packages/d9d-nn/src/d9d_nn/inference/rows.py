@@ -16,13 +16,13 @@ PLACES = ("documents", "lengths")
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Place of a row in a microbatch.
+    """Location of a row of the data in a microbatch.
 
     Attributes:
-        row: number of the row.
-        sample: its sample in the microbatch.
-        index: its number among the rows of the sample.
-        positions: its positions.
+        row: number of the row in the data.
+        sample: index of the sample that holds the row.
+        index: index of the row among the rows of this sample.
+        positions: positions of the row in the sample.
     """
 
     row: int
@@ -37,12 +37,12 @@ def is_packed(facts: State) -> bool:
 
 
 def places_of(microbatch: Microbatch) -> dict[str, Tensor]:
-    """Tensors of a microbatch that give the places of its rows, if it has them."""
+    """Tensors of a microbatch by which :func:`row_places` locates rows, as far as the microbatch has them."""
     return {name: microbatch[name] for name in PLACES if name in microbatch}
 
 
 def row_places(kept: Mapping[str, Tensor], positions: int, packed: bool) -> Iterator[RowPlace]:
-    """Places of the rows of a microbatch, in the order of its samples.
+    """Yield the location of each row of a microbatch, in the order of its samples.
 
     Args:
         kept: ``rows`` int64 [b], and optionally ``lengths`` int64 [b] and ``documents`` int64 [b, S].

@@ -1,8 +1,9 @@
 """Op ``add_rms_norm``: residual addition, then RMSNorm of the sum, as in each branch of a residual stream.
 
-Both read each feature of a token once, forward and backward, so a kernel needs one pass over memory in each direction.
+Addition and norm read each feature of a token once, forward and backward, so one kernel can compute them in one pass
+over memory in each direction.
 
-Shapes: D features, ``...`` any leading dims. The slot's static fact is ``features``.
+Shapes: D features, ``...`` any leading dims. Backends read the slot's static fact ``features``.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def add_rms_norm(
         added: [..., D], the shape of ``x``; ``None`` for nothing.
         weight: [D].
         eps: added to the mean square.
-        dtype: of the norm; by default the dtype of the sum.
+        dtype: dtype of the norm; by default the dtype of the sum.
 
     Returns:
-        The norm and the sum, both [..., D]; the sum in the dtype of torch's result: the dtype of ``x``, unless
+        The norm and the sum, both [..., D]. The sum has the dtype of torch's type promotion: the dtype of ``x``, unless
         ``added`` is wider.
     """
     total = x if added is None else x + added
@@ -40,12 +41,12 @@ def add_rms_norm(
 
 
 def add_rms_norm_slot(features: int, *, for_products: bool) -> WholeSlot:
-    """Slot of the addition and the norm at a branch.
+    """Slot of the addition and the norm before a branch of the residual stream, such as attention.
 
     Args:
         features: D.
-        for_products: whether only products with weights read the norm. Autocast rounds their arguments, so a kernel may
-            round the norm itself.
+        for_products: whether only matrix products read the norm. Autocast rounds the arguments of products, so a kernel
+            may then round the norm itself.
     """
 
     def arguments(module: Any, x: Tensor, added: Tensor | None = None) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Op ``attention_inputs``: projections of queries, keys and values, head norms and rotations, as in Qwen3.
 
-All three projections read the same rows, so a kernel can compute the gradient of these rows in one product, and of the
-weights in another, if the gradients of queries, keys and values are adjacent in memory.
+All three projections read the same rows, so a kernel can compute the gradient of these rows in one product, and the
+gradient of the weights in another product, if the gradients of queries, keys and values are adjacent in memory.
 
 Shapes: B samples, S positions, H features, N query heads, K key heads, D features of a head. The slot's static facts
 are ``hidden``, ``head_dim``, ``query_heads`` and ``key_heads``.

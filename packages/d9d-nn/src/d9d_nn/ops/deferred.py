@@ -33,7 +33,7 @@ class Product:
 
 
 def may_defer(weight: Tensor, deferral: Deferral | None) -> bool:
-    """Whether :func:`product` has a weight gradient to defer; a compiled graph computes everything at once."""
+    """Whether :func:`product` has a weight gradient to defer; a compiled graph never defers."""
     if deferral is None or not deferral.wanted or torch.compiler.is_compiling():
         return False
     return weight.requires_grad and torch.is_grad_enabled()
@@ -44,11 +44,11 @@ def product(rows: Tensor, weight: Tensor, deferral: Deferral, parts: Product, bi
 
     Args:
         rows: rows to multiply.
-        weight: needs a gradient. Autograd records the operations before it, such as a cast, and the backward passes
-            them later.
+        weight: weight that needs a gradient. It may be the result of operations such as a cast, through which autograd
+            passes the gradient when the deferral computes it.
         deferral: deferral of the module's stage.
         parts: functions of the product and its gradients.
-        bias: bias that ``parts.forward`` adds to each row; only for its gradient.
+        bias: bias that ``parts.forward`` adds to each row; given here only to compute its gradient.
     """
     # The backward must run even if only the weight needs a gradient, which autograd does not see.
     alone = None if rows.requires_grad else rows.new_empty(0).requires_grad_()
@@ -63,7 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | 
     Args:
         x: [..., I].
         weight: [O, I].
-        bias: [O]; its gradient is never deferred, as a sum over rows is cheaper than keeping them.
+        bias: [O]; its gradient is never deferred, since summing the rows is cheaper than keeping them in memory.
         deferral: deferral of the module's stage, if it has one.
 
     Returns:
@@ -121,13 +121,13 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Argument of a linear layer, cast as by autocast if it is on; autograd records the cast."""
+    """Cast an argument of a linear layer as autocast does if it is on; autograd records the cast."""
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)
 
 
 def as_autocast_together(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Weights [..., I] cast as by :func:`as_autocast`, adjacent in memory."""
+    """Cast several weights [..., I] like :func:`as_autocast`, into adjacent memory."""
     dtypes = [autocast_dtype(weight) for weight in weights]
     if all(dtype in (None, weight.dtype) for dtype, weight in zip(dtypes, weights, strict=True)):
         return list(weights)
@@ -136,7 +136,7 @@ def as_autocast_together(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _CastTogether(torch.autograd.Function):
-    """Casts into one piece of memory. Without this class, autograd would concatenate gradients and split them again."""
+    """Cast of several weights into one tensor. Plain autograd would concatenate the gradients and split them again."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def recomputed_build(_signature: OpSignature) -> Callable[[Tensor, Tensor], Tensor]:
-    """Backend whose result the compiler does not keep for the backward; see :mod:`d9d_nn.ops.silu_mul`."""
+    """Build a backend function whose result compiled code recomputes in the backward, as ``silu_mul`` has."""
 
     def recomputed(gate: Tensor, up: Tensor) -> Tensor:
         out: Tensor = checkpoint(gelu_mul, gate, up, use_reentrant=False, preserve_rng_state=False)

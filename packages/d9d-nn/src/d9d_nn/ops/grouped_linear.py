@@ -16,7 +16,7 @@ from d9d_nn.ops.deferred import Product, may_defer, product
 def grouped_linear(
     x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True, deferral: Deferral | None = None
 ) -> Tensor:
-    """Reference of grouped linear: ``out[rows of e] = x[rows of e] @ bank[e]`` in a loop. The host waits for counts.
+    """Reference of grouped linear: ``out[rows of e] = x[rows of e] @ bank[e]`` in a loop; reads ``counts`` on the host.
 
     An expert without rows has a gradient of zeros. Under autocast the product is computed in autocast's dtype.
 
@@ -24,10 +24,10 @@ def grouped_linear(
         x: [R, I], sorted by expert: rows of expert 0 first.
         bank: [E, I, O], the matrices of all experts.
         counts: int32 or int64 [E] on the device of ``x``, rows of each expert; not negative.
-        spare_rows: whether there may be rows beyond the sum of counts: they belong to no expert, and give zeros and
-            gradients of zeros, whatever their content. ``False`` promises that there are none, so that backends need
-            not clear them.
-        deferral: while it is active, a backend may defer the gradient of the bank, or compute it at once.
+        spare_rows: whether there may be rows beyond the sum of counts. Spare rows belong to no expert, and their output
+            and gradient are zeros, whatever their content. ``False`` promises that there are no spare rows, so that
+            backends need not clear them.
+        deferral: deferral of weight gradients; while it is active, a backend may defer the gradient of the bank.
 
     Returns:
         [R, O].
@@ -71,7 +71,7 @@ def _by_expert(split: list[int]) -> Product:
 
 
 def autocast_operands(x: Tensor, bank: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast both operands as autocast does for a linear layer; torch casts for ``@``, but not for its kernels."""
+    """Cast both operands as autocast does for a linear layer; torch's autocast does not cast for custom ops."""
     device = x.device.type
     # The meta device has no autocast. (torch 2.11 cannot compile is_autocast_available, which would check this.)
     if device != "meta" and torch.is_autocast_enabled(device):

@@ -26,7 +26,7 @@ _CAPABILITIES = (9, 10)
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept signatures that torch can compute; on CUDA, only if it does not wait for the device."""
+    """Accept signatures that torch can compute; on CUDA, only if torch's kernel does not make the host wait."""
     if refusal := _refusal(signature):
         return Decision(accept=False, reason=refusal)
     how = "one kernel, counts stay on the device" if signature.device == "cuda" else "torch's loop over experts"
@@ -34,7 +34,7 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function, the same for all signatures."""
+    """Return the backend function :func:`grouped_mm`, the same for all signatures."""
     return grouped_mm
 
 
@@ -60,7 +60,7 @@ def _by_expert(ends: Tensor, spare: Tensor | None) -> Product:
 
 
 class _GroupedMM(torch.autograd.Function):
-    """Grouped product with gradients for any stride and zeros in spare rows, unlike torch's own gradient."""
+    """Grouped product whose backward, unlike torch's, accepts any stride and gives zeros in spare rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | None) -> Tensor:

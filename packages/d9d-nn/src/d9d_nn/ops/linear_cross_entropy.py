@@ -108,32 +108,34 @@ def linear_cross_entropy_with_ranks(
 
 @runtime_checkable
 class CountsRanks(Protocol):
-    """Function of a backend that also counts ranks from its logits; for other backends, :func:`target_ranks` does."""
+    """Protocol of a backend function that also counts token ranks from its logits.
+
+    For backends without it, :func:`target_ranks` counts the ranks."""
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Loss, see :func:`linear_cross_entropy`."""
+        """Compute the loss, see :func:`linear_cross_entropy`."""
         ...
 
     def with_ranks(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and ranks, see :func:`linear_cross_entropy_with_ranks`."""
+        """Compute loss and token ranks, see :func:`linear_cross_entropy_with_ranks`."""
         ...
 
 
 def target_ranks(hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None) -> Tensor:
-    """Ranks of :func:`linear_cross_entropy_with_ranks` alone, for losses from another backend; without gradients."""
+    """Compute only the ranks of :func:`linear_cross_entropy_with_ranks`, if another backend computes the losses."""
     with torch.no_grad():
         return linear_cross_entropy_with_ranks(hidden, weight, targets, rows=rows, keep=False)[1]
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """Dtype that autocast gives products with ``hidden``; ``None`` if it is off."""
+    """Dtype in which autocast computes products with ``hidden``; ``None`` if autocast is off."""
     device = hidden.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
 
 
 def chunks_of(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None) -> tuple[int, bool]:
-    """Tokens of a chunk, and whether the logits are kept."""
+    """Number of tokens per chunk, and whether the logits are kept for the backward."""
     vocabulary = weight.shape[0]
     if rows is None:
         rows = max(
@@ -145,7 +147,7 @@ def chunks_of(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None,
 
 
 def may_be_kept(hidden: Tensor) -> int:
-    """Number of logits that may be kept from forward to backward, in the dtype and on the device of ``hidden``."""
+    """Maximum number of logits to keep from forward to backward, in the dtype and on the device of ``hidden``."""
     if hidden.device.type != "cuda":
         return KEPT_ELEMENTS
     memory: int = torch.cuda.get_device_properties(hidden.device).total_memory
@@ -158,12 +160,12 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Logits after a soft cap, see :func:`linear_cross_entropy`; the same tensor if there is none."""
+    """Logits after a soft cap, see :func:`linear_cross_entropy`; the same tensor if there is no soft cap."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def uncap_(grad: Tensor, logits: Tensor, softcap: float | None) -> Tensor:
-    """Gradient before a soft cap from the gradient after it, in place, and from the capped logits."""
+    """Turn the gradient of capped logits into the gradient of the logits before the soft cap, in place."""
     return grad if softcap is None else grad.mul_(1 - (logits / softcap).square_())
 
 
@@ -191,7 +193,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunk_ranks(logits: Tensor, words: Tensor) -> Tensor:
-    """Number [C] of logits [C, V] that are not at most the word's logit, int64 [C, 1]; a NaN is never at most it."""
+    """Number [C] of logits [C, V] that are NaN or larger than the logit of the word int64 [C, 1]."""
     return logits.shape[1] - (logits <= logits.gather(1, words)).sum(1)
 
 

@@ -1,6 +1,6 @@
 """Op ``normed_rope``: RMSNorm of each query and key head, then their rotation, as in Qwen3.
 
-Both read each feature of a head once, so one kernel needs one pass over memory, and two ops need two.
+Norm and rotation read each feature of a head once, so one kernel needs one pass over memory, where two ops need two.
 
 Shapes: B samples, S positions, N query heads, K key heads, D features of a head. The slot's static facts are
 ``head_dim``, ``query_heads`` and ``key_heads``; a tensor-parallel rank has fewer heads.

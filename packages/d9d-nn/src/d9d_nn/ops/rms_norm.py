@@ -1,6 +1,6 @@
 """Op ``rms_norm``: divide by the root mean square and scale (Zhang and Sennrich 2019, "RMSNorm", equation 4).
 
-Shapes: D features, ``...`` any leading dims. The slot's static fact is ``features``.
+Shapes: D features, ``...`` any leading dims. Backends read the slot's static fact ``features``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def torch_supports(signature: OpSignature) -> Decision:
 
 
 def torch_build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend by ``torch.nn.functional.rms_norm``."""
+    """Return the backend function, ``torch.nn.functional.rms_norm``."""
 
     def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # The kernel reads one dtype; under autocast the weight stays wider than the output of a projection.

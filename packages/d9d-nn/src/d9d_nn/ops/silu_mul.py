@@ -24,7 +24,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def recomputed_supports(signature: OpSignature) -> Decision:
-    """Accept compiled modules; on CUDA automatically, since activations fill the memory there."""
+    """Accept modules that are compiled; chosen automatically on CUDA, where activations fill the memory."""
     if not signature.compiled:
         return Decision(accept=False, reason="without a compiler, the next product keeps its result anyway")
     if signature.checkpointed:
@@ -38,7 +38,7 @@ def recomputed_supports(signature: OpSignature) -> Decision:
 
 
 def recomputed_build(_signature: OpSignature) -> Callable[[Tensor, Tensor], Tensor]:
-    """Backend whose result the compiler does not keep for the backward."""
+    """Build a backend function whose result compiled code recomputes in the backward."""
 
     def recomputed(gate: Tensor, up: Tensor) -> Tensor:
         out: Tensor = checkpoint(silu_mul, gate, up, use_reentrant=False, preserve_rng_state=False)

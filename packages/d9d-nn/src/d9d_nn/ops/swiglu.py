@@ -1,7 +1,7 @@
 """Op ``swiglu``: the whole SwiGLU feed-forward layer (Shazeer 2020, "GLU Variants Improve Transformer", equation 6).
 
-A kernel may compute the gate directly after a product, without a separate pass over memory. The slot's
-static facts are ``hidden`` and ``features``.
+A kernel may compute the gate directly after a product, without a separate pass over memory. Backends read the slot's
+static facts ``hidden`` and ``features``.
 
 Shapes: H features, I features inside, ``...`` any leading dims.
 """

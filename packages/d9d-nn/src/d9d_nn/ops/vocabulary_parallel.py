@@ -1,11 +1,11 @@
-"""Op ``vocabulary_parallel_cross_entropy``: output projection and loss of words shared among ranks.
+"""Op ``vocabulary_parallel_cross_entropy``: output projection and loss if the vocabulary is sharded over ranks.
 
 No rank ever has the logits of all words: each rank computes the logits of its own words, and ranks exchange three
 numbers per token (Shoeybi et al. 2019, "Megatron-LM", section 3, which fuses the head with the loss).
 
 A backend computes the passes over the logits, and calls :func:`merge_statistics` and :func:`merge_ranks` to
-communicate, so that every backend runs the collectives that the head declares. Its function has the arguments of
-:class:`VocabularyParallelCrossEntropy`, a share, and returns the loss function.
+communicate, so that every backend runs the collectives that the head declares. The function of a backend takes the
+arguments of :class:`VocabularyParallelCrossEntropy`, which describe a rank's shard, and returns the loss function.
 
 Shapes: T tokens, H features, V words of a rank, C tokens of a chunk.
 """
@@ -38,32 +38,32 @@ IGNORED_RANK = -1
 
 
 class VocabularyParallelCrossEntropy:
-    """Vocabulary-parallel :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy` from a share of the words.
+    """Vocabulary-parallel :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`: each rank has some words.
 
     Logits are computed again in the backward, chunk by chunk, unless they are few.
 
     Args:
         first: first word of this rank's share.
-        group: the ranks that share the words.
-        softcap: see the unshared op.
+        group: process group over which the words are sharded.
+        softcap: see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
     Attributes:
         first: first word of this rank's share.
-        group: the ranks that share the words.
-        softcap: see the unshared op.
+        group: process group over which the words are sharded.
+        softcap: see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
     """
 
     def __init__(self, first: int, group: dist.ProcessGroup, softcap: float | None = None) -> None:
         self.first, self.group, self.softcap = first, group, softcap
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyParallelCrossEntropy:
-        """Return the function itself: it has no state, and a group cannot be copied."""
+        """Return the same object, because it has no state and a process group cannot be copied."""
         return self
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
     ) -> Tensor:
-        """Compute the loss of each token. Collective over the ranks, which have equal hidden states and targets.
+        """Compute the loss of each token. Collective over the group, whose ranks have equal hidden states and targets.
 
         Args:
             hidden: [..., H].
@@ -84,16 +84,16 @@ class VocabularyParallelCrossEntropy:
     def with_ranks(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the same losses, and the ranks of the targets among all words, int64 [...].
+        """Compute the losses as in a call, and the ranks of the targets among all words, int64 [...].
 
-        See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`. Collective over the ranks.
+        See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`. Collective over the group.
         """
         return self.compute(hidden, weight, targets, rows, keep, ranked=True)
 
     def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute losses, and ranks if ``ranked``, else an empty tensor. Collective over the ranks."""
+        """Compute losses, and token ranks if ``ranked``, else an empty tensor. Collective over the group."""
         rows, keep = chunks_of(hidden, weight, targets, rows, keep)
         dtype = autocast_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -105,13 +105,13 @@ class VocabularyParallelCrossEntropy:
 
 
 class VocabularyParallelSlot(OpSlot):
-    """Slot of the op for one share of the words; backends get the share when they are bound.
+    """Slot of the op for one shard of the vocabulary; a backend gets the shard when it is bound.
 
-    With a soft cap, the op has another name, so that no backend can ignore it.
+    With a soft cap, the op has another name, so that no backend can ignore the soft cap.
 
     Args:
         share: share of this rank.
-        softcap: see the unshared op.
+        softcap: see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
     """
 
     def __init__(self, share: VocabularyShare, softcap: float | None = None) -> None:
@@ -125,7 +125,7 @@ class VocabularyParallelSlot(OpSlot):
 
 
 class Merged(NamedTuple):
-    """Statistics of the logits of all words, the same on all ranks. All but the losses are [T].
+    """Softmax statistics of the logits of all words, the same on all ranks. All but the losses are [T].
 
     Attributes:
         losses: float32 or wider [...]; zero where nothing is predicted, NaN where a target is not in the vocabulary.
@@ -146,12 +146,13 @@ def merge_statistics(
     """Merge the softmax statistics of all shares of the vocabulary, in two all-reduces. Collective over the group.
 
     Args:
-        highest: largest logit of the rank's words, float32 or wider [T]; at most the smallest logit if it has no words.
+        highest: largest logit of the rank's words, float32 or wider [T]; from a rank without words, a value that is at
+            most the smallest logit.
         total: sum of ``exp(logit - highest)``, of the same dtype [T].
         own: logit of the target if the rank has the word, else 0, of the same dtype [T].
         mine: whether the rank has the target, bool [T].
         targets: int64 [...], words of the whole vocabulary; ``IGNORE`` where nothing is predicted.
-        group: the ranks that share the words.
+        group: process group over which the words are sharded.
 
     Raises:
         IndexError: a target is not in the vocabulary, and the tensors are on a CPU.
@@ -181,7 +182,7 @@ def merge_ranks(counts: Tensor, targets: Tensor, group: dist.ProcessGroup) -> No
         counts: int64, of the shape of ``targets``: number of logits of the rank's words that are not at most the
             target's. Becomes the number for all words, and :data:`IGNORED_RANK` where nothing is predicted.
         targets: int64 [...].
-        group: the ranks that share the words.
+        group: process group over which the words are sharded.
     """
     dist.all_reduce(counts, group=group)
     counts.masked_fill_(targets == IGNORE, IGNORED_RANK)
@@ -196,7 +197,8 @@ def gather_words(logits: Tensor, words: int, share: VocabularyShare) -> Tensor:
         share: share of this rank.
 
     Returns:
-        [..., words]. All ranks must compute the same from it: each keeps the gradient of its own words.
+        [..., words]. All ranks must compute the same result from these logits, because the backward keeps on
+        each rank only the gradient of its own words.
     """
     out: Tensor = _GatherWords.apply(logits, words, share)
     return out

@@ -1,7 +1,8 @@
 """Slots of ops that replace a whole method, such as a feed-forward layer.
 
 The method is plain PyTorch, and serves as the reference. A kernel that replaces it reads the weights of the layers that
-the method calls. So it runs only if these layers do nothing else, and gets its arguments already cast by autocast.
+the method calls. The kernel therefore runs only if these layers do nothing but multiply by their weights, and gets its
+arguments already cast by autocast.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class WholeSlot(OpSlot):
 
     Args:
         op, reference, facts: see :class:`~d9d_core.kernel.OpSlot`.
-        arguments: module and inputs of the method -> arguments of the op.
-        fits: module -> whether a backend computes the same as the method in this call.
+        arguments: function of the module and the inputs of the method that returns the arguments of the op.
+        fits: function of the module that returns whether a backend computes the same as the method in this call.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class WholeSlot(OpSlot):
 
 
 def in_one_op(name: str) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
-    """Decorator of a method: calls the bound backend instead if there is one that fits.
+    """Decorate a method so that it calls the bound backend instead, if a backend is bound and fits the call.
 
     Args:
         name: attribute of the module with the :class:`WholeSlot`.

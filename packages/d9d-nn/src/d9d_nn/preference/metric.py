@@ -21,7 +21,7 @@ class PreferenceMetric:
     Reads the observations ``chosen_rewards`` and ``rejected_rewards``, float [B] each, of the task ``dpo``.
 
     Args:
-        config: without settings.
+        config: config of the metric, which has no settings.
     """
 
     def __init__(self, config: PreferenceMetricConfig) -> None:
@@ -38,7 +38,7 @@ class PreferenceMetric:
         """Add the pairs of one microbatch.
 
         Raises:
-            JobError: the task observes something else.
+            JobError: the task does not give both observations.
         """
         if missing := set(_READS) - observations.keys():
             raise JobError(
@@ -76,5 +76,5 @@ class PreferenceMetric:
         }
 
     def reset(self) -> None:
-        """Set the sums to zero, on their device: moving them there again would wait for it."""
+        """Set the sums to zero on their device; copying new zeros there would make the host wait for the device."""
         self._sums, self._empty = torch.zeros_like(self._sums), True

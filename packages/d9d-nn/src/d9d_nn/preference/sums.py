@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of the tensors of all ranks, on each rank. Collective over the group, forward and backward.
 
-    The loss of the job is the sum of the losses that ranks compute from it, so the gradients of all ranks are added up.
+    Each rank computes a loss from the result, and the loss of the job is the sum of these losses. The backward
+    therefore adds up the gradients of all ranks.
     """
     out: Tensor = _Sum.apply(tensor, group)
     return out

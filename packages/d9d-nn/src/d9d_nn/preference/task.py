@@ -55,7 +55,7 @@ class Dpo(TextTask):
         self._context: dist.ProcessGroup | None = None
 
     def attach(self, topology: Topology) -> None:
-        """Find the group of ranks that share positions. Collective over all ranks."""
+        """Find the process group that shares the positions of samples. Collective over all ranks."""
         if topology.sizes["cp"] > 1:
             self._context = topology.axes_group("cp")
 
@@ -65,7 +65,7 @@ class Dpo(TextTask):
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions; log-probabilities are summed over the ranks, and one rank counts the pairs.
+        """This rank's positions of the microbatch; log-probabilities are summed over ranks, one rank counts the pairs.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
@@ -75,12 +75,12 @@ class Dpo(TextTask):
 
     @property
     def first_pass(self) -> FirstPass:
-        """First pass: the reference model."""
+        """Choice of the model for the first pass: the reference model."""
         reference = self.config.reference
         return FirstPass("frozen" if reference == "auto" else reference, where="task.reference")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of the reference model, the same as the trained model's.
+        """Inputs of the reference model, the same as the inputs of the trained model.
 
         Raises:
             JobError: the dataset gives no pairs of texts with targets.
@@ -99,14 +99,14 @@ class Dpo(TextTask):
         return {REFERENCE: self._log_probabilities(outputs, microbatch).detach()}
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:  # noqa: ARG002
-        """Return the log-probabilities unchanged: a pair does not depend on others."""
+        """Return the log-probabilities unchanged, because the loss of a pair does not depend on other pairs."""
         return kept
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Sum of the pairs' losses.
 
         Raises:
-            JobError: the model has no such output.
+            JobError: the model did not return ``token_loss``.
         """
         ratios = self._log_probabilities(outputs, microbatch) - microbatch[REFERENCE]
         config = self.config

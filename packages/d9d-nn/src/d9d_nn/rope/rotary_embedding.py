@@ -17,11 +17,12 @@ from d9d_nn.rope.scaling_frequencies import rotary_frequencies
 class Rotation:
     """Cosines and sines of each pair of features at each position, shared by all layers of a stage.
 
-    Neither a tuple nor a dataclass, since FSDP's mixed precision casts tensors in either, and rounded angles would give
-    wrong positions for distant tokens.
+    This class is neither a tuple nor a dataclass, since FSDP's mixed precision would cast tensors in a tuple or
+    dataclass, and rounded angles would give wrong positions for distant tokens.
 
     Args:
-        cos: float32 [B or 1, S, D/2]; YaRN multiplies it and the sine by its attention factor, models by a magnitude.
+        cos: float32 [B or 1, S, D/2]; cosine and sine are already multiplied by the attention factor of YaRN and by the
+            magnitude of the model.
         sin: float32 [B or 1, S, D/2].
     """
 
@@ -35,7 +36,7 @@ class Rotation:
 class RotaryEmbedding(nn.Module):
     """Rotary embedding of positions by angles ``position * theta ** (-2 i / D)`` for pair i (Su et al. 2021, 3.2.2).
 
-    Has no buffers: the few frequencies are computed when needed, and so need no initialisation.
+    The module has no buffers, which would need initialisation: each forward computes the few frequencies.
 
     Args:
         head_dim: D, or the number of features of a head that rotate.
@@ -64,8 +65,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Rotation:
         """Compute the angles in float32.
 
-        Dynamic scaling depends on the length of a sample, which is S without ``lengths``. So all positions of the
-        sample must be given, even if a rank computes only some of them.
+        Dynamic scaling depends on the length of a sample, which is S without ``lengths``. The caller must therefore
+        pass all positions of a sample, even if the rank computes only some of these positions.
 
         Args:
             positions: int64 [B or 1, S].

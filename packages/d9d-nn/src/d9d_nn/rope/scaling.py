@@ -158,7 +158,7 @@ def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int)
     """Read the rope scaling from ``rope_parameters`` (before transformers 5: ``rope_scaling``) of a config.json.
 
     Args:
-        parameters: this mapping, empty if there is none. The caller reads a ``rope_theta`` in it.
+        parameters: contents of this field, empty if the file has none. The caller reads its ``rope_theta``.
         max_positions: ``max_position_embeddings`` of the same file.
 
     Returns:
@@ -170,7 +170,7 @@ def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int)
     where = "config.json: rope_parameters"
     part = parameters.get("partial_rotary_factor")
     if part not in (None, 1):
-        raise CheckpointError(f"{where}.partial_rotary_factor is {part!r}; only whole heads can rotate, as with 1.0")
+        raise CheckpointError(f"{where}.partial_rotary_factor is {part!r}; only whole heads can rotate, with 1.0")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None
@@ -194,8 +194,9 @@ def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int)
 def scaling_to_hugging_face(scaling: _AnyScaling | None) -> dict[str, Any]:
     """Write the fields of ``rope_parameters`` of a config.json other than ``rope_theta``.
 
-    For ``dynamic``, ``max_position_embeddings`` must equal its ``original_max_positions``: the file has no other field.
-    For ``ntk``, ``rope_theta`` must be :func:`stretched_theta`.
+    With ``dynamic`` scaling, ``max_position_embeddings`` of the file must equal the ``original_max_positions`` of the
+    scaling, because the file has no separate field for it. With ``ntk``, ``rope_theta`` of the file must be the result
+    of :func:`stretched_theta`.
     """
     if scaling is None or scaling.type == "ntk":
         return {"rope_type": "default"}

@@ -58,7 +58,7 @@ def _exponents(head_dim: int, device: torch.device) -> Tensor:
 
 
 def _stretched(theta: float, scaling: DynamicScaling, length: int | Tensor, head_dim: int) -> float | Tensor:
-    """Theta for samples of a length; float32 [B, 1, 1] for lengths [B]."""
+    """Theta of dynamic NTK scaling for samples of this length; float32 [B, 1, 1] for lengths [B]."""
     if isinstance(length, Tensor):
         beyond: float | Tensor = length.to(wide_dtype(length.device)).clamp(min=scaling.original_max_positions)
     else:
@@ -70,7 +70,7 @@ def _stretched(theta: float, scaling: DynamicScaling, length: int | Tensor, head
 
 def _yarn(plain: Tensor, scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
     def pair_that_turns(times: float) -> float:
-        """Index of the pair with this many turns within the original maximum, as a real number."""
+        """Index (a real number) of the pair that makes ``turns`` full rotations within the original maximum length."""
         return head_dim * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)

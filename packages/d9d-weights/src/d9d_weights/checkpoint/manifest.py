@@ -33,8 +33,8 @@ def manifest_bytes(
 
     Args:
         step: number of optimizer steps done.
-        table: tensor name -> ``dtype``, ``shape``, and ``pieces`` with ``file``, ``key`` in the file, ``offset``,
-            ``shape``.
+        table: for each tensor name, its ``dtype``, ``shape``, and ``pieces`` with ``file``, ``key`` in the file,
+            ``offset`` and ``shape``.
         files: other files of the checkpoint.
         facts: further JSON values.
     """
@@ -58,7 +58,7 @@ def readable_bytes(values: Mapping[str, Any]) -> bytes:
 
 
 def with_values(content: bytes, more: Mapping[str, Any]) -> bytes:
-    """Add values to a JSON object; see :func:`readable_bytes`."""
+    """Add values to a serialised JSON object; raises as :func:`readable_bytes` does."""
     return readable_bytes({**json.loads(content), **more}) if more else content
 
 

@@ -86,21 +86,21 @@ class Plugin(_Part):
 
 
 class Score(_Part):
-    """Value by which the best checkpoints are chosen."""
+    """Value of the series by which the best checkpoints are kept."""
 
     series: str
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Average(_Part):
-    """Slot of the optimizer state and its weight; evaluation weights are interpolated from parameters and this slot."""
+    """Optimizer state and factor from which evaluation weights are interpolated, together with the parameters."""
 
     slot: str
     weight: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class ManifestModel(_Part):
-    """Model of the contents of ``manifest.json``; its own checksum is verified before."""
+    """Pydantic model of the contents of ``manifest.json``, whose checksum the reader verifies before."""
 
     format: Literal["d9d-checkpoint"]
     version: Literal[2]
@@ -175,7 +175,7 @@ def _meet(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], siz
 
 
 def average_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Facts by which readers of a checkpoint compute evaluation weights; empty if the saved weights are used."""
+    """Manifest entry by which readers compute evaluation weights; empty if they use the saved weights."""
     if not isinstance(optimizer, AveragesWeights):
         return {}
     slot, weight = optimizer.average

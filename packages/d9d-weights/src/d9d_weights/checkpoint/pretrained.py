@@ -35,7 +35,7 @@ class Source:
 
     Attributes:
         tensors: opened files.
-        mapper: mapper from the files' tensor names and layouts to the model's.
+        mapper: mapper from the files' tensor names and layouts to the model's names and layouts.
         directory: model directory whose tokenizer and other files an export copies; ``None`` without one.
     """
 
@@ -66,7 +66,7 @@ class Source:
 def open_source(
     model: ModelConfig, layout: HuggingFaceFormat, registry: Registry, opened: ExitStack, *, weights: bool = True
 ) -> Source:
-    """Open the weights at ``model.pretrained``. A training checkpoint is read like its run's export.
+    """Open the weights at ``model.pretrained``; a training checkpoint gives the same weights as an export of its run.
 
     Args:
         model: config of the model, with ``pretrained``.
@@ -93,7 +93,7 @@ def open_source(
 
 
 def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
-    """State graph from a job's pretrained weights to its model; without such weights, from its model to its export.
+    """State graph from a job's pretrained weights to its model; without ``model.pretrained``, from model to export.
 
     Raises:
         CheckpointError: the weights do not fit, or the model has no Hugging Face format.

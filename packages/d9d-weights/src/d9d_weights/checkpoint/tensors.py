@@ -1,4 +1,4 @@
-"""Tensors of a training checkpoint, read without a job, several ranks, or memory for the model."""
+"""Tensors of a training checkpoint, which one process reads without a job and without memory for the whole model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FOLDER = re.compile(r"step-\d+")
 
 
 class CheckpointTensors:
-    """Tensors of one checkpoint, read by windows.
+    """Tensors of one checkpoint, of which any window (block of elements) can be read.
 
     Args:
         location: a checkpoint's directory, a directory of checkpoints, or a run's directory; of several checkpoints,
@@ -36,7 +36,7 @@ class CheckpointTensors:
         scope: prefix of the names of the tensors to read; it is removed from their names.
 
     Attributes:
-        specs: tensor name -> shape and dtype.
+        specs: shape and dtype of each tensor, by name.
         manifest: contents of ``manifest.json``.
 
     Raises:
@@ -136,7 +136,7 @@ def is_checkpoint(location: str) -> bool:
 
 
 def _is_folder(location: str) -> bool:
-    """Whether a location is a single checkpoint; directories of runs and models may also be called ``step-100``."""
+    """Whether a location is a single checkpoint; a directory of a run or model may also be called ``step-100``."""
     if _FOLDER.fullmatch(location.rpartition("/")[2]) is None:
         return False
     if "://" not in location:
@@ -148,7 +148,7 @@ def _is_folder(location: str) -> bool:
 
 
 def _newest(storage: DirectoryStore) -> str:
-    """Name of the newest complete checkpoint; at an address, a directory may exist before its manifest does."""
+    """Name of the newest complete checkpoint. At an fsspec address, a directory may exist before its manifest does."""
     for step in _steps(storage):
         try:
             with storage.open(folder(step), MANIFEST):

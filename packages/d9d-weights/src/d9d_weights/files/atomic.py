@@ -1,8 +1,8 @@
 """Atomic writes: files and directories are complete or absent, also after a crash and on network file systems.
 
 Data is written under a temporary name in the same directory, synced and renamed; then the directory is synced. NFS
-supports these operations: other clients may see a file later, but never half of a renamed one, and ``fsync`` reports a
-full disk that ``write`` did not. No hard links are needed, and no file serves as a lock by its existence.
+supports these operations: other clients may see a renamed file late, but never incomplete, and ``fsync`` reports a full
+disk that ``write`` did not report. The functions need no hard links and use no lock files.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def replace(target: Path, new: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Clean up after a killed process: restore directories that it was replacing, remove its incomplete writes."""
+    """Clean up after a killed process: restore the directories it was replacing, and remove its incomplete writes."""
     for old in directory.glob(f".*{_OLD}"):
         target = directory / old.name[1 : -len(_OLD)]
         if not target.exists():

@@ -1,4 +1,4 @@
-"""Directories of files, local or at an fsspec address: interfaces to read, write and keep them.
+"""Interfaces of directories, local or at an fsspec address: to read them, to write them, and to store several.
 
 The interfaces have a local and a remote implementation (:mod:`d9d_weights.files.local`,
 :mod:`d9d_weights.files.remote`); :mod:`d9d_weights.files.open` chooses one. A :class:`Directory` is read, a
@@ -22,7 +22,7 @@ _SET_ASIDE = re.compile(r".+\.damaged(-[0-9]+)?")
 
 
 def is_set_aside(name: str) -> bool:
-    """Whether a name belongs to a local directory that was set aside."""
+    """Whether a name is the name of a local directory that :meth:`DirectoryStore.set_aside` renamed."""
     return _SET_ASIDE.fullmatch(name) is not None
 
 
@@ -50,7 +50,7 @@ class Draft(Protocol):
     """Draft of a directory. All ranks create files; one rank calls the other methods."""
 
     def start(self) -> None:
-        """Begin the draft. Called by one rank, before the others create files."""
+        """Begin the draft. Called by one rank, before other ranks create files."""
 
     def create(self, file: str) -> AbstractContextManager[BinaryIO]:
         """Create a file. At the end of the block, it survives a crash."""
@@ -86,27 +86,27 @@ class DirectoryStore(Protocol):
         """Create the store and check that it can be written. Called by one rank.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the store cannot be written.
         """
 
     def is_visible(self) -> bool:
         """Whether this rank sees the store."""
 
     def owned(self) -> AbstractContextManager[None]:
-        """Own the store inside the block, and clean up after a killed process. Called by one rank.
+        """Own the store inside the ``with`` block, and clean up after a killed process. Called by one rank.
 
         Raises:
             CheckpointError: another process owns the store.
         """
 
     def names(self) -> list[str]:
-        """Names of the existing directories, without directories that were set aside."""
+        """Names of the directories in the store, without directories that were set aside."""
 
     def location(self, name: str) -> str:
         """Path or address of a directory."""
 
     def draft(self, name: str) -> Draft:
-        """Draft of a directory; nothing is written yet."""
+        """Return a draft of a directory, without writing yet."""
 
     def open(self, name: str, file: str) -> BinaryIO:
         """Open a file of a directory for reading; the result is seekable.

@@ -1,4 +1,4 @@
-"""Conversion of file-system errors: drivers of addresses raise exceptions of their client libraries."""
+"""Conversion of file-system errors, because fsspec drivers raise exceptions of their client libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def unreadable(what: object) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{what} does not exist: check the path, or download the model first") from error
     except ImportError as error:
-        raise CheckpointError(f"{what} cannot be reached: {error}; install the driver of such addresses") from error
+        raise CheckpointError(f"{what} cannot be reached: {error}; install its fsspec driver") from error
     except Exception as error:
         raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -37,7 +37,7 @@ def unwritable(what: object) -> Iterator[None]:
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """Convert exceptions inside the block to OSError, which local files raise."""
+    """Convert exceptions inside the ``with`` block to :class:`OSError`, as local files raise."""
     try:
         yield
     except (OSError, CheckpointError):

@@ -33,17 +33,17 @@ class LocalDirectory:
         return str(self._path)
 
     def names(self) -> list[str]:
-        """See :class:`~d9d_weights.files.directory.Directory`."""
+        """Names of the files directly in the directory, sorted."""
         with unreadable(self):
             return sorted(path.name for path in self._path.iterdir() if path.is_file())
 
     def read(self, name: str) -> bytes:
-        """See :class:`~d9d_weights.files.directory.Directory`."""
+        """Read a small file."""
         with unreadable(f"{self}/{name}"):
             return read_regular(self._path / name, links="near")
 
     def open(self, name: str) -> OpenFile:
-        """See :class:`~d9d_weights.files.directory.Directory`."""
+        """Open a large file."""
         with unreadable(f"{self}/{name}"):
             return LocalFile(self._path / name)
 
@@ -56,21 +56,21 @@ class LocalFile:
         self._descriptor = open_regular(path)
 
     def size(self) -> int:
-        """See :class:`~d9d_weights.files.safetensors.Source`."""
+        """Number of bytes."""
         return os.fstat(self._descriptor).st_size
 
     def read_into(self, start: int, view: memoryview) -> int:
-        """See :class:`~d9d_weights.files.safetensors.Source`."""
+        """Fill the beginning of ``view`` with bytes from position ``start``; returns their number, 0 at the end."""
         with unreadable(self._path):
             return os.preadv(self._descriptor, [view], start)
 
     def close(self) -> None:
-        """See :class:`~d9d_weights.files.directory.OpenFile`."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 class LocalDraft:
-    """Local draft: a hidden directory next to the target that replaces it once it is complete.
+    """Local draft: a hidden directory next to the target, which replaces the target once all files are complete.
 
     Args:
         target: directory to create or replace.
@@ -81,16 +81,16 @@ class LocalDraft:
         self._draft = self._target.with_name(f".{self._target.name}.tmp")
 
     def start(self) -> None:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Begin the draft. Called by one rank, before other ranks create files."""
         clear(self._draft)
         self._draft.mkdir(parents=True)
 
     @contextmanager
     def create(self, file: str) -> Iterator[BinaryIO]:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Create a file. At the end of the block, it survives a crash."""
         if not self._draft.is_dir():
             raise CheckpointError(
-                f"{self._draft} does not exist: one process must call start() first, and all must see one directory"
+                f"{self._draft} does not exist: one rank must call start() first, and all must see the same directory"
             )
         path = self._draft / file
         try:
@@ -103,12 +103,12 @@ class LocalDraft:
             raise
 
     def size(self, file: str) -> int | None:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Bytes of a file; ``None`` if this rank does not see it."""
         path = self._draft / file
         return path.stat().st_size if path.is_file() else None
 
     def add(self, save: Callable[[Path], None]) -> set[str]:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Add the files that ``save`` writes into a directory. Called by one rank."""
         before = set(self._draft.rglob("*"))
         save(self._draft)
         for path in set(self._draft.rglob("*")) - before:
@@ -116,7 +116,7 @@ class LocalDraft:
         return {path.name for path in self._draft.iterdir()}
 
     def publish(self, last: Mapping[str, bytes]) -> None:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Add small files in this order, and replace the published directory by the draft. Called last, by one rank."""
         for name, content in last.items():
             with self.create(name) as out:
                 out.write(content)
@@ -124,7 +124,7 @@ class LocalDraft:
         replace(self._target, self._draft)
 
     def discard(self) -> None:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Remove a failed draft. Called by one rank, once no other rank writes; never raises."""
         clear(self._draft)
 
 
@@ -132,7 +132,7 @@ class LocalStore:
     """Local store of directories on a file system with atomic renames.
 
     Args:
-        directory: path; created by :meth:`prepare` or by the first draft.
+        directory: path of the store, created by :meth:`prepare` or by the first draft.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -142,45 +142,45 @@ class LocalStore:
         return str(self.directory)
 
     def prepare(self) -> None:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Create the store and check that it can be written. Called by one rank."""
         self.directory.mkdir(parents=True, exist_ok=True)
         probe = self.directory / ".probe.tmp"
         create(probe, b"")
         probe.unlink()
 
     def is_visible(self) -> bool:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Whether this rank sees the store."""
         return self.directory.is_dir()
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`. The lock ends with the process."""
+        """Own the store inside the ``with`` block, by a lock that ends with the process. Called by one rank."""
         busy = f"{self.directory} is in use by another training run; stop it, or choose another run.name"
         with exclusive(self.directory / ".lock", busy):
             remove_leftovers(self.directory)
             yield
 
     def names(self) -> list[str]:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Names of the directories in the store, without directories that were set aside."""
         if not self.directory.is_dir():
             return []
         return [path.name for path in self.directory.iterdir() if path.is_dir()]
 
     def location(self, name: str) -> str:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Path or address of a directory."""
         return str(self.directory / name)
 
     def draft(self, name: str) -> LocalDraft:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Return a draft of a directory, without writing yet."""
         return LocalDraft(self.directory / name)
 
     def open(self, name: str, file: str) -> BinaryIO:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Open a file of a directory for reading; the result is seekable."""
         # Checkpoints contain no links, and a link could lead out of the directory.
         return open(open_regular(self.directory / name / file, links="none"), "rb")  # noqa: PTH123 - a descriptor
 
     def set_aside(self, name: str) -> str:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Set a directory aside, so that it is ignored but not lost. Returns its new location. Called by one rank."""
         source = self.directory / name
         numbers = itertools.count(2)
         target = self.directory / f"{name}.damaged"
@@ -190,7 +190,7 @@ class LocalStore:
         return str(target)
 
     def remove(self, name: str) -> None:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Remove a directory; after an interruption, its remains are ignored. Called by one rank."""
         # Under this name, incomplete remains are recognised as leftovers, not as a damaged checkpoint.
         doomed = self.directory / f".{name}.tmp"
         clear(doomed)

@@ -54,8 +54,8 @@ def exclusive(path: Path, busy: str, note: Callable[[str], None] | None = None) 
         note: function that prints the warning; standard error by default.
 
     Raises:
-        CheckpointError: another process has the lock; the text is ``busy`` and the process's number and host. Also if
-            the path is a link, because writing through it would overwrite another file.
+        CheckpointError: another process has the lock; the text is ``busy`` and the process's number and host. Also
+            raised if the path is a link, because writing through the link would overwrite another file.
     """
     descriptor = None
     try:
@@ -107,7 +107,7 @@ def lock_file(path: Path, waiting: Callable[[], None] | None = None) -> int:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds a lock file. Processes of other machines count if locks work between machines."""
+    """Whether a process has locked this file; processes of other machines are seen if locks work between machines."""
     try:
         name = _text(path).split()
         number, host = int(name[0]), name[1] if len(name) > 1 else socket.gethostname()
@@ -163,7 +163,7 @@ def _take(descriptor: int, path: Path, waiting: Callable[[], None] | None) -> No
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether a descriptor still belongs to the path: its file may have been removed while this process waited."""
+    """Whether the path still names the file of the descriptor, which may be removed while this process waits."""
     try:
         named = path.lstat()
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def _holder(path: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """Text of a lock file, which is short; an error if the path is a link or a pipe."""
+    """Read the short text of a lock file; raises an error if the path is a link or a pipe."""
     return read_regular(path, _NAME, "none").decode("utf-8", "replace")
 
 

@@ -29,8 +29,8 @@ def open_draft(location: str | Path, earlier: Callable[[list[str]], list[str]]) 
 
     Args:
         location: path or address of the directory; an existing one is replaced.
-        earlier: for addresses, function from the existing file names to the names of an earlier version's files, which
-            are removed in the returned order.
+        earlier: only for addresses, function that selects the files of an earlier version from the names of the
+            existing files. The draft removes these files in the returned order.
 
     Raises:
         CheckpointError: fsspec does not support this kind of address, or its driver is not installed.

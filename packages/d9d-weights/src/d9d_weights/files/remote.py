@@ -1,4 +1,4 @@
-"""Directories at fsspec addresses, such as object stores, without rename and locks; the last file makes them exist."""
+"""Directories at fsspec addresses, such as object stores: without rename and locks; the last file completes them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class RemoteDirectory:
         return self._url
 
     def names(self) -> list[str]:
-        """See :class:`~d9d_weights.files.directory.Directory`."""
+        """Names of the files directly in the directory, sorted."""
         with unreadable(self):
             self._files.invalidate_cache()
             found = self._files.ls(self._root, detail=True)
             return sorted(entry["name"].rpartition("/")[2] for entry in found if entry["type"] == "file")
 
     def read(self, name: str) -> bytes:
-        """See :class:`~d9d_weights.files.directory.Directory`."""
+        """Read a small file."""
         with unreadable(f"{self}/{name}"):
             with self._files.open(f"{self._root}/{name}", "rb") as file:
                 content: bytes = file.read(MAX_JSON_BYTES + 1)
@@ -58,14 +58,14 @@ class RemoteDirectory:
             return content
 
     def open(self, name: str) -> OpenFile:
-        """See :class:`~d9d_weights.files.directory.Directory`."""
+        """Open a large file."""
         with unreadable(f"{self}/{name}"):
             # Windows are read once, so read-ahead would fetch unused bytes.
             return RemoteFile(self._files.open(f"{self._root}/{name}", "rb", cache_type="none"), f"{self}/{name}")
 
 
 class RemoteFile:
-    """Remote file. It has one position, so one thread reads at a time."""
+    """Remote file. Its stream has one position, so only one thread reads at a time."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file: Any = file
@@ -73,18 +73,18 @@ class RemoteFile:
         self._lock = threading.Lock()
 
     def size(self) -> int:
-        """See :class:`~d9d_weights.files.safetensors.Source`."""
+        """Number of bytes."""
         with self._lock, unreadable(self._name):
             return int(self._file.seek(0, 2))
 
     def read_into(self, start: int, view: memoryview) -> int:
-        """See :class:`~d9d_weights.files.safetensors.Source`."""
+        """Fill the beginning of ``view`` with bytes from position ``start``; returns their number, 0 at the end."""
         with self._lock, unreadable(self._name):
             self._file.seek(start)
             return int(self._file.readinto(view))
 
     def close(self) -> None:
-        """See :class:`~d9d_weights.files.directory.OpenFile`."""
+        """Close the file."""
         self._file.close()
 
 
@@ -119,7 +119,7 @@ class RemoteDraft:
         self._check_owner = check_owner
 
     def start(self) -> None:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Begin the draft. Called by one rank, before other ranks create files."""
         self._check_owner()
         with self._failures():
             self._remove()
@@ -127,7 +127,7 @@ class RemoteDraft:
 
     @contextmanager
     def create(self, file: str) -> Iterator[BinaryIO]:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Create a file. At the end of the block, it survives a crash."""
         if not self._positioned:
             with self._failures(), self._files.open(f"{self._root}/{file}", "wb") as out:
                 yield out
@@ -139,7 +139,7 @@ class RemoteDraft:
                 self._files.put_file(out.name, f"{self._root}/{file}")
 
     def size(self, file: str) -> int | None:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Bytes of a file; ``None`` if this rank does not see it."""
         with self._failures():
             self._files.invalidate_cache()
             try:
@@ -148,7 +148,7 @@ class RemoteDraft:
                 return None
 
     def add(self, save: Callable[[Path], None]) -> set[str]:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Add the files that ``save`` writes into a directory. Called by one rank."""
         with tempfile.TemporaryDirectory() as directory:
             save(Path(directory))
             with self._failures():
@@ -159,14 +159,14 @@ class RemoteDraft:
             return {path.name for path in Path(directory).iterdir()}
 
     def publish(self, last: Mapping[str, bytes]) -> None:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Add small files in this order, and replace the published directory by the draft. Called last, by one rank."""
         self._check_owner()
         with self._failures():
             for name, content in last.items():
                 self._files.pipe_file(f"{self._root}/{name}", content)
 
     def discard(self) -> None:
-        """See :class:`~d9d_weights.files.directory.Draft`."""
+        """Remove a failed draft. Called by one rank, once no other rank writes; never raises."""
         with contextlib.suppress(Exception):
             self._check_owner()  # otherwise the draft may belong to the new owner
             self._remove()
@@ -186,7 +186,7 @@ class RemoteDraft:
 
 
 def remote_draft(url: str, earlier: Callable[[list[str]], list[str]]) -> RemoteDraft:
-    """Draft at an address outside of a store. Errors name the address; files are seekable.
+    """Draft of a directory at an address that belongs to no store. Errors name the address; files are seekable.
 
     Raises:
         CheckpointError: fsspec does not support this kind of address, or its driver is not installed.
@@ -205,8 +205,8 @@ def remove_directory(files: Any, root: str) -> None:
 class RemoteStore:
     """Remote store of directories below a prefix of an object store.
 
-    Object stores have no locks, so the last process to open the store owns it: a file with a random token marks it. An
-    earlier owner gets an error before its next write becomes visible.
+    Object stores have no locks, so the last process to open the store owns it: a file with the owner's random token
+    marks the ownership. An earlier owner gets an error before its next write becomes visible.
 
     Args:
         url: address, such as ``s3://bucket/run/checkpoints`` or ``memory://run``.
@@ -225,23 +225,23 @@ class RemoteStore:
         return self.url
 
     def path(self, *parts: str) -> str:
-        """Path within the file system."""
+        """Path of a directory of the store within the fsspec file system."""
         return "/".join((self._root.rstrip("/"), *parts))
 
     def prepare(self) -> None:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Create the store and check that it can be written. Called by one rank."""
         with as_os_error():
             self.files.makedirs(self.path(), exist_ok=True)
             self.files.pipe_file(self.path("probe"), b"probe")
             self.files.rm_file(self.path("probe"))
 
     def is_visible(self) -> bool:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`. Always true: object stores have no directories."""
+        """Whether this rank sees the store. Always true: object stores have no directories."""
         return True
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Own the store inside the ``with`` block, and clean up after a killed process. Called by one rank."""
         self._me = {"token": secrets.token_hex(8), "host": platform.node(), "process": os.getpid()}
         with as_os_error():
             self.files.pipe_file(self.path(_OWNER), json.dumps(self._me).encode())
@@ -257,7 +257,7 @@ class RemoteStore:
         """Check that no other process has taken over the store.
 
         Raises:
-            CheckpointError: another process has.
+            CheckpointError: another process has taken over the store.
         """
         if self._me is None:
             return
@@ -273,7 +273,7 @@ class RemoteStore:
             )
 
     def names(self) -> list[str]:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Names of the directories in the store, without directories that were set aside."""
         with as_os_error():
             self.files.invalidate_cache()
             try:
@@ -284,27 +284,27 @@ class RemoteStore:
             return [name for name in names if not self.files.exists(self.path(name, _DAMAGED))]
 
     def location(self, name: str) -> str:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Path or address of a directory."""
         return f"{self.url}/{name}"
 
     def draft(self, name: str) -> RemoteDraft:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Return a draft of a directory, without writing yet."""
         return RemoteDraft(self.files, self.path(name), check_owner=self.check_owner)
 
     def open(self, name: str, file: str) -> BinaryIO:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Open a file of a directory for reading; the result is seekable."""
         with as_os_error():
             # Windows are read once, so read-ahead would fetch bytes that belong to other ranks.
             return cast("BinaryIO", self.files.open(self.path(name, file), "rb", cache_type="none"))
 
     def set_aside(self, name: str) -> str:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Set a directory aside, so that it is ignored but not lost. Returns its new location. Called by one rank."""
         with as_os_error():
             self.files.pipe_file(self.path(name, _DAMAGED), b"set aside: a checkpoint before it was used instead")
         return self.location(name)
 
     def remove(self, name: str) -> None:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        """Remove a directory; after an interruption, its remains are ignored. Called by one rank."""
         with as_os_error():
             remove_directory(self.files, self.path(name))
 

@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format: a JSON header, then raw bytes.
 
-Not the ``safetensors`` library, because a checkpoint must be hashed while it is written, and read by windows into
-existing tensors. The library reads these files, and the other way round.
+The module does not use the ``safetensors`` library, because a checkpoint must be hashed while it is written, and read
+by windows into existing tensors. The library can read files of this module, and this module files of the library.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Layout:
 
     Attributes:
         header: first bytes of the file.
-        starts: tensor name -> position of its first byte.
+        starts: position of each tensor's first byte, by name.
         bytes: size of the file.
     """
 
@@ -146,7 +146,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a tensor of this shape can exist in torch: it limits the number of dimensions and of bytes."""
+    """Whether a tensor of this shape can exist in torch, which limits the number of dimensions and of bytes."""
     # Strides of an empty tensor are computed as if its dimensions were at least 1.
     return len(shape) <= _MAX_DIMS and math.prod(max(n, 1) for n in shape) * dtype.itemsize <= _LARGEST
 
@@ -174,7 +174,7 @@ class Entry:
 
 @runtime_checkable
 class Source(Protocol):
-    """Bytes that can be read at any position. Thread-safe if ``read_into`` is."""
+    """Source of bytes that can be read at any position; thread-safe if its ``read_into`` is thread-safe."""
 
     def size(self) -> int:
         """Number of bytes."""
@@ -186,7 +186,7 @@ class Source(Protocol):
 
 
 class _Seeking:
-    """Source over a file with one position, for one thread."""
+    """Source that seeks and reads in a file object, for one thread."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -200,7 +200,7 @@ class _Seeking:
 
 
 class TensorFile:
-    """Safetensors file that is read by windows. Thread-safe if its source is.
+    """Safetensors file that is read by windows; thread-safe if its source is thread-safe.
 
     Args:
         file: seekable file, or a source.

@@ -22,7 +22,7 @@ _HINTS = 3
 
 
 class Scope:
-    """Input of a mapper: the values that it may take, by name, and the list of problems.
+    """Input of a mapper: the values that the mapper may take, by name, and a list to which it adds problems.
 
     Args:
         values: values in order.
@@ -38,7 +38,7 @@ class Scope:
         self.hints = hints
 
     def over(self, values: Mapping[str, Value], prefix: str = "") -> Scope:
-        """Scope of other values, with ``prefix`` removed from their names, and the same list of problems."""
+        """New scope for other values, with the same list of problems and a longer path."""
         return Scope(values, self.problems, self.path + prefix, self.hints)
 
     def find(self, names: Sequence[str], mapper: str) -> list[Value] | None:
@@ -52,7 +52,7 @@ class Scope:
         return None if missing else [self.values[name] for name in names]
 
     def complain(self, text: str) -> None:
-        """Add a problem."""
+        """Add a problem, with the text of a line of the error message."""
         self.problems.append(text)
 
     def are_targets(self, names: Sequence[str], mapper: str) -> bool:
@@ -79,13 +79,15 @@ class Scope:
 
 @dataclass(frozen=True)
 class Duplicate:
-    """Tensor that is left out because another one has the same values; both are compared before weights are loaded.
+    """Tensor that is left out because another tensor has the same values.
+
+    Both tensors are compared before weights are loaded.
 
     Attributes:
         name: name of the left-out tensor.
         copy: value of the left-out tensor.
         original: value of the kept tensor.
-        otherwise: error text if they differ: the loss, and what to do.
+        otherwise: error text if the values differ, with the consequence and the next action.
     """
 
     name: str
@@ -99,8 +101,8 @@ class Effect:
     """Effect of a mapper on values.
 
     Attributes:
-        taken: name of a taken value -> mapper that took it.
-        made: name of a result -> value, in order.
+        taken: mapper that took a value, by the value's name.
+        made: results in order, by name.
         fresh: names of results that keep their initial values.
         duplicates: taken tensors that are copies of others.
     """
@@ -112,9 +114,9 @@ class Effect:
 
 
 class Mapper(ABC):
-    """Base of mappers, which describe how named tensors become others. Frozen.
+    """Base of mappers, which describe how named tensors become other named tensors.
 
-    Independent of files, ranks and models.
+    A mapper is immutable, and independent of files, ranks and models.
     """
 
     @abstractmethod
@@ -130,16 +132,16 @@ class Mapper(ABC):
         """
 
     def rest(self) -> bool:
-        """Whether this mapper takes all values that its neighbours leave."""
+        """Whether this mapper takes all values that the other mappers of a :class:`Parallel` do not take."""
         return False
 
     def __rshift__(self, other: Mapper) -> Mapper:
-        """Sequence ``first >> second``: apply one after the other."""
+        """Compose ``first >> second``, which applies the second mapper to the results of the first."""
         return Sequential(self, other)
 
 
 class Parallel(Mapper):
-    """Parallel composition of mappers: each takes its own tensors; no tensor may be taken or made twice.
+    """Parallel composition of mappers, each of which takes other tensors; no tensor may be taken or made twice.
 
     Args:
         mappers: mappers in any order; results are ordered like the mappers.
@@ -236,7 +238,7 @@ def _add(together: Effect, effect: Effect, scope: Scope) -> None:
 
 
 def check_new(made: Mapping[str, Value], before: Mapping[str, Value], scope: Scope, who: str) -> None:
-    """Add a problem for each name that was already made."""
+    """Add a problem for each result name that another mapper has already made."""
     for name in made:
         if name in before:
             scope.complain(f"'{scope.path}{name}' is made twice, first by {who}")

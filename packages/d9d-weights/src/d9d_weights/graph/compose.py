@@ -1,4 +1,4 @@
-"""Mappers that change the scope of other mappers: prefixes, connections, shares of the work."""
+"""Mappers that change the scope of other mappers: by a prefix, by their order, or to the share of one worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prefix(Mapper):
 
 
 class Connect(Mapper):
-    """Composition of mappers in an order that follows from names: a mapper may take results of others.
+    """Composition of mappers in the order that follows from names: a mapper may take results of other mappers.
 
     Args:
         mappers: mappers whose inputs and outputs do not depend on other tensors of the scope.
@@ -93,7 +93,7 @@ class Shard(Mapper):
 
     def __init__(self, mapper: Mapper, index: int, count: int) -> None:
         if not 0 <= index < count:
-            raise CheckpointError(f"Shard: there is no worker {index} of {count}")
+            raise CheckpointError(f"Shard: there is no worker {index} of {count}; give an index from 0 to {count - 1}")
         self.mapper = mapper
         self.index = index
         self.count = count

@@ -19,7 +19,7 @@ __all__ = ["Compute"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Call of a function of full tensors, shared by the values for its results."""
+    """Call of a function of full tensors, shared by the values that stand for its results."""
 
     function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     inputs: Mapping[str, Value]
@@ -50,7 +50,7 @@ class Computed(Value):
         made = self.call.run(find)[self.output]
         found = TensorSpec(tuple(made.shape), made.dtype)
         if found != self.spec:
-            raise CheckpointError(f"{self.text()} gives {found}, but declares {self.spec}")
+            raise CheckpointError(f"{self.text()} gives {found}, but 'shapes' declares {self.spec}")
         return made
 
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
@@ -82,7 +82,7 @@ class Compute(Mapper):
     """Mapper that computes any function of full tensors, for example merging an adapter into its weight.
 
     Attributes:
-        inputs: names of the tensors that it takes.
+        inputs: names of the tensors that the mapper takes.
         function: function from named input tensors to named results; deterministic, does not change its arguments.
         shapes: the same function on shapes and dtypes, called before tensors are read.
         undo: inverse mapper, if there is one.

@@ -1,8 +1,8 @@
 """Expressions of tensors that are described but not read: each element of an output is traced to its source.
 
 A value has a shape and dtype (``spec``), and can compute the full tensor (:meth:`Value.tensor`) or a window of it
-(:meth:`Value.read`), which reads only windows of its own inputs. So a rank that holds one shard reads one shard,
-through all operations between the file and the parameter.
+(:meth:`Value.read`), which reads only windows of its own inputs. A rank that holds one shard of a parameter therefore
+reads only the bytes of this shard, whatever operations are between file and parameter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Value(ABC):
 
     @abstractmethod
     def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
-        """Full tensor, from full tensors; a view of them if possible. Collective if a tensor is gathered."""
+        """Compute the full tensor from full sources, as a view if possible. Collective if a tensor is gathered."""
 
     @abstractmethod
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
@@ -55,7 +55,7 @@ class Value(ABC):
         """Formula of the value as text, with the names of its sources."""
 
     def sources(self) -> list[str]:
-        """Names of the value's sources, in order, each once."""
+        """Names of the source tensors of the value, in order, each once."""
         return list(dict.fromkeys(_sources(self)))
 
     @property
@@ -73,7 +73,7 @@ def _sources(value: Value) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Source(Value):
-    """Tensor of the checkpoint."""
+    """Value that is a tensor of the checkpoint."""
 
     name: str
     spec: TensorSpec
@@ -222,7 +222,7 @@ class Joined(Value):
         object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of[0].spec.dtype))
 
     def inside(self, first: int, last: int) -> Iterator[tuple[Value, int, int, int]]:
-        """Parts that overlap a range of indices: each with its start in the whole, and the range within the part."""
+        """Parts that overlap a range of indices, each with its start in the result and the range within the part."""
         index = bisect.bisect_right(self._ends, first)
         while first < last:
             begin = self._ends[index] - self.of[index].spec.shape[self.dim]
@@ -280,7 +280,7 @@ class Converted(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Unary):
-    """Full tensor of a value sharded over ranks. Computing it is collective over its mesh."""
+    """Full tensor of a value that is sharded over ranks; computing it is collective over the value's mesh."""
 
     of: Value
 
@@ -300,7 +300,7 @@ class Whole(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Placed(Unary):
-    """Value sharded over a mesh. Nothing is communicated: each rank keeps its shard."""
+    """Value sharded over a mesh, without communication: each rank computes only its shard."""
 
     of: Value
     mesh: DeviceMesh

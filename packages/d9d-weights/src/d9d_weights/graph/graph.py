@@ -1,4 +1,4 @@
-"""State graphs: mappers bound to the tensors of a checkpoint; outputs are planned, nothing is read yet."""
+"""State graphs: mappers bound to the names and shapes of a checkpoint, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class StateGraph:
     """State graph: an expression for each output. Equal on all ranks, because its order does not depend on hashes.
 
     Attributes:
-        sources: name -> spec of the existing tensors.
-        outputs: name -> value, in order.
+        sources: specs of the existing tensors, by name.
+        outputs: expressions of the outputs in order, by name.
         fresh: names of outputs that have no source on purpose.
         duplicates: sources that are left out because other sources have the same values, which
             :func:`~d9d_weights.hugging_face.load.check_duplicates` compares.
 
     Args:
         mapper: mapper from the sources to the outputs.
-        sources: name -> shape and dtype of the existing tensors.
+        sources: shapes and dtypes of the existing tensors, by name.
 
     Raises:
         CheckpointError: names are missing, taken or made twice, left over, in a cycle, or shapes do not fit; the text
@@ -75,7 +75,7 @@ class StateGraph:
         """Compare the outputs' names and shapes with the expected ones.
 
         Raises:
-            CheckpointError: they differ; the text lists the differences.
+            CheckpointError: names or shapes differ; the text lists the differences.
         """
         problems = [
             f"{ours} needs '{name}', which the checkpoint does not give"
@@ -98,7 +98,7 @@ class StateGraph:
         return [*self.outputs, *sorted(self.fresh)]
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute all outputs from full tensors; views of them if possible. Collective if tensors are gathered.
+        """Compute all outputs from full source tensors, as views if possible. Collective if tensors are gathered.
 
         Raises:
             CheckpointError: a tensor's shape or dtype differs from its spec.
@@ -108,7 +108,7 @@ class StateGraph:
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    """Name -> shape and dtype of tensors."""
+    """Shape and dtype of each tensor, by name."""
     return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -126,11 +126,11 @@ def _surprises(sources: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor])
 
 
 def _source_values(specs: Mapping[str, TensorSpec]) -> dict[str, Value]:
-    """Tensors of a checkpoint as values."""
+    """Values that stand for the tensors of a checkpoint, by name."""
     return {name: Source(name, spec) for name, spec in specs.items()}
 
 
 def _ends_placed(value: Value) -> bool:
-    """Whether sharding, if any, is the outermost operation."""
+    """Whether sharding (:class:`Placed`) occurs nowhere in the expression but as its last operation."""
     inner: Sequence[Value] = value.parts
     return all(not isinstance(part, Placed) and _ends_placed(part) for part in inner)

@@ -13,7 +13,7 @@ __all__ = ["Group"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Outputs that share sources, directly or through others: they are read, computed and freed together.
+    """Outputs that share sources, directly or through other outputs; they are read, computed and freed together.
 
     Attributes:
         inputs: names of the sources, in the order in which the outputs need them.
@@ -27,9 +27,10 @@ class Group:
 
 
 def group_values(values: Mapping[str, Value]) -> list[Group]:
-    """Group a graph's outputs, in the order of their first outputs, independent of hashes.
+    """Group a graph's outputs that share sources.
 
-    Linear in the number of names.
+    The groups are in the order of their first outputs, which does not depend on hashes. The time is linear in the
+    number of names.
     """
     parent: dict[str, str] = {}  # union-find forest of sources
 

@@ -53,7 +53,7 @@ class Pattern:
         return re.compile("".join([*parts, re.escape(self.text[end:])]))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Placeholder -> component in a name; ``None`` if the name does not match."""
+        """Components of a name by placeholder; ``None`` if the name does not match."""
         found = self._regex.fullmatch(name)
         return None if found is None else found.groupdict()
 
@@ -74,7 +74,7 @@ class PerTensor(Mapper):
 
     @abstractmethod
     def change(self, value: Value) -> Value:
-        """Result for a value.
+        """Return the result for one value.
 
         Raises:
             ValueError: the value's shape is not possible; the text gives the reason.
@@ -82,7 +82,7 @@ class PerTensor(Mapper):
 
     @cached_property
     def _patterns(self) -> tuple[Pattern, Pattern]:
-        """Old and new name as patterns."""
+        """Old name and new name, as patterns."""
         return Pattern(self.name), Pattern(self.to or self.name)
 
     def label(self) -> str:
@@ -125,7 +125,7 @@ class PerTensor(Mapper):
 
 @dataclass(frozen=True)
 class Identity(Mapper):
-    """Mapper that keeps tensors unchanged: the named ones, or all that its neighbours leave.
+    """Mapper that keeps tensors unchanged: the named tensors, or all that the other mappers do not take.
 
     Attributes:
         names: names of the tensors; empty for all remaining ones.

@@ -30,7 +30,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
 @dataclass
 class Line:
-    """Line of a state graph's text: outputs that differ only in indices.
+    """Line of the text of a state graph, for all outputs that differ only in indices.
 
     Attributes:
         value: value of the first output.
@@ -51,7 +51,7 @@ class Line:
 
 
 def graph_lines(graph: StateGraph) -> list[Line]:
-    """Lines of a graph's outputs, similar ones merged, in order."""
+    """Lines of a graph's outputs, in order; outputs that differ only in indices share a line."""
     found: dict[tuple[object, ...], Line] = {}
     for name, value in graph.outputs.items():
         formula = value.text()
@@ -62,7 +62,7 @@ def graph_lines(graph: StateGraph) -> list[Line]:
 
 
 def tensor_lines(specs: Mapping[str, TensorSpec]) -> list[Line]:
-    """Lines of tensors, similar ones merged, in order."""
+    """Lines of tensors, in order; tensors that differ only in indices share a line."""
     found: dict[tuple[object, ...], Line] = {}
     for name, spec in specs.items():
         found.setdefault((_skeleton(name), spec), Line(None, spec, [])).names.append(name)

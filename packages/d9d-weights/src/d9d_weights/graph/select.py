@@ -37,7 +37,7 @@ class Share(Mapper):
 
 @dataclass(frozen=True)
 class Select(Mapper):
-    """Mapper that moves the tensors below a module to another module: ``Select("model", "backbone")``. Drops others.
+    """Mapper that moves the tensors of a module to another name and drops all others: ``Select("model", "backbone")``.
 
     Attributes:
         module: name of the module, ``""`` for the model itself.
@@ -92,11 +92,11 @@ class Drop(Mapper):
 
 @dataclass(frozen=True)
 class Rest(Mapper):
-    """Mapper that takes all tensors which its neighbours leave: keeps them, and leaves out the ignored ones.
+    """Mapper that takes all tensors that other mappers do not take: keeps them, except for ignored tensors.
 
     Attributes:
-        known: names that are kept, whatever is ignored.
-        ignored: regular expressions; a tensor that is not known is left out if one is found in its name.
+        known: names of tensors that are kept even if ``ignored`` matches them.
+        ignored: regular expressions; a tensor is left out if one of them is found in its name.
     """
 
     known: frozenset[str] = frozenset()
@@ -118,7 +118,7 @@ class Rest(Mapper):
 
 @dataclass(frozen=True)
 class Copy(Mapper):
-    """Mapper that leaves out a tensor which duplicates another one, such as the head of a tied model.
+    """Mapper that leaves out a tensor that duplicates another tensor, such as the head of a tied model.
 
     An absent tensor is no error. Readers of files compare the two tensors with
     :func:`~d9d_weights.hugging_face.load.check_duplicates`.
@@ -126,7 +126,7 @@ class Copy(Mapper):
     Attributes:
         name: name of the duplicate.
         original: name of the other tensor, which this mapper does not take.
-        otherwise: error text if the values differ: the loss, and what to do.
+        otherwise: error text if the values differ, with the consequence and the next action.
     """
 
     name: str
@@ -192,14 +192,14 @@ class Fresh(Mapper):
 
 
 class Either(Mapper):
-    """First of several mappers that finds all its tensors, for checkpoints in more than one layout.
+    """Mapper that applies the first of several mappers that finds all its tensors, for checkpoints in several layouts.
 
-    If none does, the problems of the mapper that finds most tensors are reported. Tensors of the other mappers are
-    left, so a checkpoint with two layouts at once is refused. A mapper whose tensors are all optional always matches:
-    give it last.
+    If no mapper finds all its tensors, the problems of the mapper that finds most tensors are reported. The tensors of
+    the other mappers are not taken, so a checkpoint with two layouts at once is refused. A mapper whose tensors are all
+    optional always matches: give it last.
 
     Args:
-        mappers: mappers in order of preference; the inverse is the first one's.
+        mappers: mappers in order of preference; the inverse is the inverse of the first mapper.
     """
 
     def __init__(self, *mappers: Mapper) -> None:

@@ -10,7 +10,7 @@ from d9d_weights.graph.expressions import Converted, Joined, Permuted, Sliced, S
 
 
 def permuted(value: Value, dims: Sequence[int]) -> Value:
-    """Reorder dimensions."""
+    """Value with reordered dimensions, simplified."""
     if isinstance(value, Permuted):
         before = value.dims
         value, dims = value.of, [before[dim] for dim in dims]
@@ -18,22 +18,22 @@ def permuted(value: Value, dims: Sequence[int]) -> Value:
 
 
 def squeezed(value: Value, dim: int) -> Value:
-    """Remove a dimension of size one."""
+    """Value without a dimension of size one, simplified."""
     return value.of if isinstance(value, Unsqueezed) and value.dim == dim else Squeezed(value, dim)
 
 
 def unsqueezed(value: Value, dim: int) -> Value:
-    """Add a dimension of size one."""
+    """Value with an additional dimension of size one, simplified."""
     return value.of if isinstance(value, Squeezed) and value.dim == dim else Unsqueezed(value, dim)
 
 
 def converted(value: Value, dtype: torch.dtype) -> Value:
-    """Change the dtype."""
+    """Value in another dtype, simplified."""
     return value if value.spec.dtype == dtype else Converted(value, dtype)
 
 
 def sliced(value: Value, dim: int, start: int, length: int) -> Value:
-    """Slice a dimension. A slice of a concatenation becomes a concatenation of the parts that it overlaps."""
+    """Slice of a value. A slice of a concatenation becomes a concatenation of slices of the overlapped parts."""
     if start == 0 and length == value.spec.shape[dim]:
         return value
     if isinstance(value, Sliced) and value.dim == dim:
@@ -46,7 +46,7 @@ def sliced(value: Value, dim: int, start: int, length: int) -> Value:
 
 
 def joined(values: Sequence[Value], dim: int) -> Value:
-    """Concatenate. Adjacent slices of one value are merged into one slice."""
+    """Concatenation of values. Adjacent slices of the same value are merged into one slice."""
     merged: list[Value] = []
     for value in values:
         last = merged[-1] if merged else None

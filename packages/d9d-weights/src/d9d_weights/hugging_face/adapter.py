@@ -1,4 +1,4 @@
-"""Interface of fine-tuning methods to adapter files of the ``peft`` library."""
+"""Interfaces by which fine-tuning methods read and write adapter files of the ``peft`` library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AdapterFormat(Protocol):
 
         Args:
             stage: the full model with the method injected.
-            published: names in published files, see :func:`published_names`.
+            published: names of the model's tensors in published files, see :func:`published_names`.
 
         Raises:
             CheckpointError: the adapter format cannot represent the added tensors.
@@ -56,14 +56,14 @@ class AdapterFormat(Protocol):
             names: names of the adapter's tensors.
 
         Raises:
-            CheckpointError: the adapter is of another kind, or would compute different results here.
+            CheckpointError: the adapter is of another method, or this config would compute different results with it.
         """
         ...
 
 
 @runtime_checkable
 class MergesTensors(Protocol):
-    """Fine-tuning method that can be merged by a state graph, from any checkpoint without the model in memory."""
+    """Fine-tuning method whose adapter a state graph can merge, from any checkpoint without the model in memory."""
 
     def merger(self, names: Collection[str]) -> Mapper:
         """Mapper from the tensors of a model with the method injected to the merged model's tensors.
@@ -75,13 +75,14 @@ class MergesTensors(Protocol):
 
 
 def published_names(exporter: Mapper, specs: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Names in published files for tensors of a model, to be used in an adapter's files.
+    """Names in published files by the names of a model's tensors, to be used in an adapter's files.
 
-    A tensor has such a name if it is unchanged in published files. A bank [experts, in, out] that is published as a
-    matrix [out, in] per expert has the name of these matrices with ``*`` instead of the expert's number.
+    The result has a tensor only if published files contain it unchanged, or if it is a tensor [experts, in, out] that
+    is published as one matrix [out, in] per expert. The latter has the name of these matrices with ``*`` instead of the
+    expert's number.
 
     Args:
-        exporter: mapper from the model's tensors to the files'.
+        exporter: mapper from the model's tensors to the files' tensors.
         specs: specs of the model's tensors.
     """
     graph = StateGraph(exporter, specs)
@@ -99,9 +100,9 @@ def published_names(exporter: Mapper, specs: Mapping[str, TensorSpec]) -> dict[s
 
 
 def _numbered(names: Sequence[str], count: int) -> str | None:
-    """Pattern with ``*`` for names that differ only in a number, which counts from 0 to ``count - 1``.
+    """Pattern with ``*`` in place of the number, if names differ only in a number from 0 to ``count - 1``.
 
-    Else ``None``.
+    ``None`` for other names.
     """
     parts = [name.split(".") for name in names]
     if len(names) != count or len({len(one) for one in parts}) != 1:

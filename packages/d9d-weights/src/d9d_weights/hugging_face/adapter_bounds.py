@@ -1,7 +1,7 @@
-"""Fields of an untrusted ``adapter_config.json`` that are passed to a library, limited to bounded values.
+"""Check of an untrusted ``adapter_config.json`` before its fields are passed to the library ``peft``.
 
-The library ``peft`` compiles texts of the file as regular expressions, copies layers that it names, and allocates
-ranks that it gives.
+The library compiles texts of the file as regular expressions, copies the layers that the file names, and allocates
+adapters of the rank that the file gives. Values are therefore bounded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _are_modules(value: Any) -> bool:
-    """Names, or one regular expression that is fast to match."""
+    """Whether a value is a list of names, or one regular expression that is fast to match."""
     if isinstance(value, str):
         return len(value) <= _MAX_NAME and _PLAIN_EXPRESSION.fullmatch(value) is not None and ")*" not in value
     return _are_names(value)
@@ -111,7 +111,7 @@ def bounded_fields(values: Mapping[str, Any], name: str) -> dict[str, Any]:
             if field in _DROPPED or value in (None, False, 0, "", [], {}) or _UNUSED.get(field) == value:
                 continue
             raise CheckpointError(
-                f"{name}: the field {field[:80]!r} is set to {_short(value)}, and its effect is unknown here; set it "
+                f"{name}: the field {field[:80]!r} is set to {_short(value)}, and d9d does not know its effect; set it "
                 "to null if the adapter does not need it"
             )
         if not check(value):

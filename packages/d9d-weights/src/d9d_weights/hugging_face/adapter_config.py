@@ -1,7 +1,8 @@
 """Check of an ``adapter_config.json`` of another author: fields with an unknown meaning are refused.
 
-The ``peft`` library adds fields with each release, and many change the result even for tensors of the same names: the
-initialisations PiSSA and OLoRA change the base model. So known fields are allowed, instead of forbidding some.
+The ``peft`` library adds fields with each release, and many of them change the result although the tensors have the
+same names: the initialisations PiSSA and OLoRA, for example, change the base model. The check therefore allows a list
+of known fields, instead of forbidding some.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def check_adapter_config(
         config_json: contents of ``adapter_config.json``.
         names: names of the adapter's tensors.
         method: name of the method in the job file.
-        compared: fields that the method compares itself.
+        compared: names of the fields that the caller compares with its own config.
 
     Raises:
         CheckpointError: an unknown field is set, or the config excludes a module that the adapter has tensors for.

@@ -18,7 +18,7 @@ def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], 
 
     Args:
         shape: shape of the array.
-        limit: most elements of a block, at least one.
+        limit: maximum number of elements of a block, at least one.
 
     Yields:
         Offset and shape of each block; nothing for an empty array.
@@ -38,7 +38,7 @@ def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], 
 
 
 class BlockBuffer:
-    """Buffer for blocks of tensors, one per thread, allocated on first use.
+    """Buffer for blocks of tensors; each thread gets its own memory, allocated on first use.
 
     Args:
         limit: bytes of the buffer, enough for at least one element.
@@ -49,7 +49,7 @@ class BlockBuffer:
         self._memory = threading.local()
 
     def views(self, tensor: Tensor, itemsize: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield offset and view of the parts of a tensor that fit the buffer, with ``itemsize`` bytes per element."""
+        """Yield offset and view of each part of a tensor; a part fits the buffer at ``itemsize`` bytes per element."""
         for offset, shape in blocks(tensor.shape, self._limit // itemsize):
             yield offset, tensor[tuple(slice(first, first + n) for first, n in zip(offset, shape, strict=True))]
 

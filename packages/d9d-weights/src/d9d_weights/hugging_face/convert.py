@@ -49,7 +49,7 @@ def convert(
         target: directory or fsspec address; it appears once it is complete.
         config_json: contents of ``config.json``.
         files: further files.
-        shard_bytes: most bytes of a weight file.
+        shard_bytes: maximum bytes of a weight file.
         threads: number of threads that read.
         on_bytes: called with numbers of written bytes.
 

@@ -40,7 +40,7 @@ class ModelDirectory:
 
     Args:
         directory: directory of the files.
-        files: name -> weight file, in order.
+        files: weight files in order, by file name.
         resources: stack that is closed with the directory.
         on_bytes: called with numbers of bytes read from the files, in the reading thread.
 
@@ -157,7 +157,7 @@ class ModelDirectory:
         file = self._files[self._held[name]]
         if not file.entries[name].has_window(offset, into.shape):
             raise CheckpointError(
-                f"'{name}' of {self._directory} has the shape {list(spec.shape)}, outside of which lies a part of the "
+                f"'{name}' of {self._directory} has the shape {list(spec.shape)}, which does not contain the "
                 f"window {list(into.shape)} at {list(offset)}; use the sizes of the directory's config.json"
             )
         if not torch.can_cast(spec.dtype, into.dtype):

@@ -1,4 +1,4 @@
-"""Export of a model in another layout, one group of tensors after the other, with little memory."""
+"""Export of a model to another layout, one group of tensors after the other, to limit host memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModelFiles:
 
     Attributes:
         config_json: contents of ``config.json``.
-        others: name -> contents, such as ``generation_config.json`` and an earlier tokenizer's files.
+        others: contents of further files by name, such as ``generation_config.json`` and an earlier tokenizer's files.
         save_assets: function that writes further files, such as the tokenizer's, into a directory; they take
             precedence.
     """
@@ -55,11 +55,11 @@ def export_model(
 
     Args:
         writer: writer made from the graph's ``specs``, equal on all ranks; all ranks see its directory.
-        graph: graph over these tensors, or over the full model's tensors if pipeline ranks hold different ones.
+        graph: graph over ``tensors``, or over the full model's tensors if pipeline ranks hold different tensors.
         tensors: plain tensors or DTensors.
         files: other files of the model.
-        group: all ranks that hold a part; ``None`` for one process.
-        stage_holders: holders of the tensors if pipeline ranks hold different ones.
+        group: process group of all ranks that hold a part of the model; ``None`` for one process.
+        stage_holders: for each tensor the rank that holds it, if pipeline ranks hold different tensors.
 
     Raises:
         SaveError: the storage failed; no directory is left then.

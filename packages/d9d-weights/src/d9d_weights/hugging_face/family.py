@@ -26,7 +26,7 @@ SWIGLU = {"mlp.gate_proj": "ffn.gate_proj", "mlp.up_proj": "ffn.up_proj", "mlp.d
 
 
 class Head(Protocol):
-    """Config of a head. Classifiers also have ``num_classes``; classifiers of samples, and embeddings, ``pooling``."""
+    """Config of a head. Classifiers also have ``num_classes``; heads for whole samples have ``pooling``."""
 
     @property
     def kind(self) -> str:
@@ -65,9 +65,9 @@ class Family:
     Attributes:
         model_type: ``model_type`` in ``config.json``.
         prefix: prefix of the class names.
-        layer: names inside a layer, transformers' -> d9d's.
+        layer: d9d's names of the tensors inside a layer, by their names in transformers.
         read: fields of ``config.json`` that become part of d9d's config.
-        only: further fields -> accepted values; other values are refused.
+        only: accepted values of further fields, by field name; other values are refused.
         causal_lm: class name of the language model, if it does not begin with the prefix.
     """
 

@@ -1,4 +1,4 @@
-"""Fields of ``config.json``: those that are read, have no effect here, or are refused.
+"""Fields of ``config.json``: fields that d9d reads, fields that have no effect in d9d, and fields that d9d refuses.
 
 The README of d9d-qwen3 has the same table, and a test compares the two.
 """
@@ -92,11 +92,11 @@ def check_fields(
         data: contents of ``config.json``.
         model: d9d's name of the model, for messages.
         read: fields that become part of d9d's config.
-        more: further fields -> accepted values, in addition to :data:`ONLY`.
+        more: accepted values of further fields by field name, in addition to :data:`ONLY`.
 
     Raises:
-        CheckpointError: a field is unknown, or has a value that d9d does not implement; names field, value and a
-            solution.
+        CheckpointError: a field is unknown, or has a value that d9d does not implement; the text names field, value and
+            a solution.
     """
     known, only = read.union(*HARMLESS.values()), {**ONLY, **more}
     for name, value in data.items():

@@ -31,7 +31,7 @@ class HuggingFaceFormat(Protocol):
         Args:
             config: config of the model to load into.
             stored: config from the files' ``config.json`` by :meth:`config_from_json`; it may differ from ``config``,
-                for example in its heads. Declare tensors that the files lack on purpose with ``Fresh``.
+                for example in its heads. The mapper declares tensors that the files lack on purpose with ``Fresh``.
         """
         ...
 
@@ -42,10 +42,10 @@ class HuggingFaceFormat(Protocol):
 
 @runtime_checkable
 class KeepsFields(Protocol):
-    """Optional protocol of a format that copies fields of a source's ``config.json`` to exports."""
+    """Optional protocol of a format: exports keep fields of the ``config.json`` of the pretrained weights."""
 
     def kept_fields(self, source: Mapping[str, Any], config: Any) -> dict[str, Any]:
-        """Fields that apply to the trained model too and that :meth:`HuggingFaceFormat.config_json` does not produce.
+        """Fields of ``source`` that also apply to the trained model and that ``config_json`` does not produce.
 
         Args:
             source: ``config.json`` of the pretrained weights.
@@ -56,7 +56,7 @@ class KeepsFields(Protocol):
 
 @runtime_checkable
 class NamesAdapters(Protocol):
-    """Optional protocol of a format whose adapters have other names than its files."""
+    """Optional protocol of a format whose adapter files use other tensor names than its weight files."""
 
     def adapter_names(self, config: Any) -> Mapper:
         """Mapper from the model's names to the names in the model that the ``peft`` library adapts."""

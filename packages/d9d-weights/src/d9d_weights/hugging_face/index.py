@@ -1,4 +1,4 @@
-"""Index of a sharded model: tensor name -> file."""
+"""Index of a sharded model, which maps tensor names to files."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def check_index(file: str, table: Mapping[str, str], held: Mapping[str, str]) ->
 
     Args:
         file: name of the index in errors.
-        table: tensor -> file, from the index.
-        held: tensor -> file, from the files.
+        table: file of each tensor according to the index.
+        held: file of each tensor according to the files' contents.
 
-    Raises:
-        CheckpointError: they differ.
+        Raises:
+            CheckpointError: index and files differ.
     """
     if wrong := [f"'{name}' in {shard}" for name, shard in table.items() if held.get(name) != shard]:
         raise CheckpointError(f"{file} lists {some(wrong)}, but that file does not contain it: {_AGAIN}")

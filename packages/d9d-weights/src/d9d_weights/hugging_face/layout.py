@@ -62,10 +62,10 @@ def passed_through(names: Iterable[str]) -> list[str]:
 
 
 def still_valid(files: Mapping[str, bytes], own: Collection[str]) -> dict[str, bytes]:
-    """Select files of another model that may be copied to a model: no name that it has, and no second tokenizer.
+    """Select files of another model that may be copied to a model: no existing names, and no second tokenizer.
 
     Args:
-        files: name -> content.
+        files: contents of the other model's files, by name.
         own: names of the model's own files.
     """
     has_tokenizer = any(_fits(name, _TOKENIZER) for name in own)
@@ -96,14 +96,14 @@ def refuse_pickles(where: str, files: Sequence[str]) -> None:
 
 
 def find_index(where: str, names: Sequence[str]) -> str | None:
-    """Find the index, which maps tensors to files; ``None`` without one.
+    """Find the index file, which maps tensors to files; returns ``None`` if there is no index.
 
     Raises:
-        CheckpointError: there are several, or there is also a model in one file.
+        CheckpointError: there are several index files, or an index and also a model in a single file.
     """
     found = [name for name in names if name.endswith(_INDEX_END)]
     if len(found) > 1:
-        raise CheckpointError(f"{where} has several indices ({some(found)}): keep one model in a directory")
+        raise CheckpointError(f"{where} has several index files ({some(found)}): keep one model in a directory")
     if found and WEIGHTS in names:
         raise CheckpointError(
             f"{where} has both {WEIGHTS} and {found[0]}, so it is unclear which one is the model: remove one of them"
@@ -115,7 +115,7 @@ def find_weights(where: str, names: Sequence[str]) -> list[str]:
     """Find the weight files of a directory without an index, in order.
 
     Raises:
-        CheckpointError: there are none, only pickles, or numbered files are missing.
+        CheckpointError: there are no weight files, only pickle files, or numbered files are missing.
     """
     found = sorted(name for name in names if name.endswith(SAFETENSORS))
     if not found:

@@ -1,4 +1,4 @@
-"""Loading of a model's tensors from files in another layout; each rank reads only what its shards need."""
+"""Loading of a model's tensors from files in another layout; each rank reads only the data of its shards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_tensors(
     group: dist.ProcessGroup | None = None,
     on_bytes: Callable[[int], None] = lambda _count: None,
 ) -> None:
-    """Fill each target with the graph's output of its name, converted to its dtype.
+    """Fill each target with the graph's output of the same name, converted to the target's dtype.
 
     Duplicates that the graph leaves out are not compared, see :func:`check_duplicates`. Host memory holds only the
     source's buffers, one per thread, unless the graph computes functions of full tensors.
@@ -45,11 +45,11 @@ def load_tensors(
         source: source of the graph's inputs, used by several threads.
         targets: plain tensors or DTensors on any device; the same names on all ranks.
         threads: number of threads that read.
-        once: of the ranks that hold the same values, one reads and sends them to the others; by default each reads.
-            Collective over the targets' meshes, and over ``copies``.
-        copies: ranks that hold the same plain tensors, for ``once``.
-        group: ranks that agree on success, collective over them. With ``once``, these must be all loading ranks,
-            because ranks that received nothing would continue otherwise.
+        once: whether only one of the ranks that hold the same values reads them and sends them to the other ranks; by
+            default each rank reads. Collective over the targets' meshes, and over ``copies``.
+        copies: process group of the ranks that hold the same plain tensors, for ``once``.
+        group: process group whose ranks agree on success; collective over it. With ``once``, the group must contain all
+            loading ranks, because ranks that received nothing would continue otherwise.
         on_bytes: called with numbers of filled bytes of outputs, by any thread.
 
     Raises:
@@ -97,7 +97,7 @@ def _load(
 
 
 def check_duplicates(graph: StateGraph, source: TensorSource) -> None:
-    """Compare the duplicates that a graph leaves out with their originals. Reads both.
+    """Read the duplicates that a graph leaves out and their originals, and compare them.
 
     Raises:
         CheckpointError: a duplicate differs, so its values would be lost.
@@ -126,7 +126,7 @@ def _fill(value: Value, source: TensorSource, window: TensorShard, on_bytes: Cal
 
 
 def _tasks(value: Value, shard: TensorShard) -> Iterator[TensorShard]:
-    """Windows to read separately; split by rows only if rows of the source are contiguous."""
+    """Windows that threads read separately; a tensor is split by rows only if rows of its source are contiguous."""
     tensor = shard.tensor
     row = math.prod(tensor.shape[1:]) * tensor.itemsize if tensor.ndim else 0
     if not value.keeps_rows or row == 0 or len(tensor) * row <= _TASK_BYTES:
@@ -151,7 +151,7 @@ def _reads(target: Tensor, copies: dist.ProcessGroup | None) -> bool:
 
 
 def _send(target: Tensor, copies: dist.ProcessGroup | None) -> None:
-    """Broadcast a tensor along one group after the other; then all replicas are filled."""
+    """Broadcast a tensor along one process group after the other, which fills all its replicas."""
     tensor = local(target)
     contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
     for group, _ in _groups(target, copies):

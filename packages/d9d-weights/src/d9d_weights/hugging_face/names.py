@@ -1,4 +1,4 @@
-"""Mapping between tensor names of transformers' decoders and d9d's. Except for experts, only names differ.
+"""Mapping between tensor names of decoders in transformers and in d9d. Except for experts, only the names differ.
 
 transformers' names are ``model.embed_tokens``, ``model.layers.N...``, ``model.norm``, and ``lm_head`` or ``score``.
 Some models are published without heads, and without the prefix ``model.``.
@@ -31,9 +31,10 @@ _CLASSIFIERS = {"classification": ("weight",), "token_classification": ("weight"
 
 
 def importer(config: LanguageModel, stored: LanguageModel, layers: Sequence[Mapper]) -> Mapper:
-    """Mapper from files of a model like ``stored`` to a model like ``config``; heads and added tokens may differ.
+    """Mapper from files of a model with config ``stored`` to a model with ``config``; heads and tokens may differ.
 
-    A head is loaded from the stored head of its name, or from the only stored head of its kind; otherwise it is fresh.
+    A head is loaded from the stored head of its name, or from the only stored head of its kind; otherwise it keeps its
+    initial values.
     A formerly tied head is loaded from the head in the files, or from the embedding if there is no such head.
 
     Args:
@@ -52,7 +53,7 @@ def importer(config: LanguageModel, stored: LanguageModel, layers: Sequence[Mapp
 
 
 def exporter(config: LanguageModel, layers: Sequence[Mapper]) -> Mapper:
-    """Mapper from d9d's tensor names to transformers'. A tied head is left out.
+    """Mapper from d9d's tensor names to names of transformers. A tied head is left out.
 
     Args:
         config: config of the model.
@@ -65,7 +66,7 @@ def layer_names(names: Mapping[str, str], biased: Collection[str] = ()) -> Itera
     """Mappers of weights in a layer that differ only in their names.
 
     Args:
-        names: transformers' names -> d9d's.
+        names: d9d's names, by the names in transformers.
         biased: last components of d9d's names that have a bias too.
     """
     for theirs, ours in names.items():
@@ -132,7 +133,7 @@ def _tensors(head: str, config: LanguageModel) -> list[str]:
 
 
 def _origin(name: str, head: Head, stored: LanguageModel) -> str | None:
-    """Name of the stored head that a head is loaded from; ``None`` if it is fresh."""
+    """Name of the stored head from which a head is loaded; ``None`` if the head keeps its initial values."""
     if name in stored.heads and _alike(head, stored.heads[name]):
         return name
     alike = [other for other, candidate in stored.heads.items() if _alike(head, candidate)]
@@ -152,7 +153,7 @@ def _stored_name(head: str, stored: LanguageModel, part: str = "weight") -> str:
 
 
 def _starts_from_embedding(config: LanguageModel, stored: LanguageModel) -> bool:
-    """Whether a formerly tied head gets its own weight."""
+    """Whether a head that was tied in the files gets its own weight, which starts as a copy of the embedding."""
     wanted = [name for name, head in config.heads.items() if head.kind == "causal_lm"]
     origins = [_origin(name, config.heads[name], stored) for name in wanted]
     return stored.tie_embeddings and not config.tie_embeddings and any(origin is not None for origin in origins)

@@ -18,11 +18,11 @@ def plan_files(
 
     Args:
         specs: specs of the model's tensors.
-        shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
+        shard_bytes: maximum bytes of tensors in a file; a larger tensor gets a file of its own.
         names: names of the files.
 
     Returns:
-        File name -> specs of its tensors, widest dtype first, so that all are aligned.
+        Specs of the tensors of each file, by file name; widest dtype first, so that all tensors are aligned.
 
     Raises:
         CheckpointError: there are no tensors, or the limit is not positive.

@@ -22,7 +22,7 @@ class ShardWriter:
         name: name of the file in errors.
         specs: specs of the file's tensors.
         layout: positions of the tensors.
-        buffer: buffer for tensors that are on a device or not contiguous.
+        buffer: buffer for tensors that are not contiguous in host memory.
         on_bytes: called with numbers of written bytes.
     """
 

@@ -1,7 +1,7 @@
-"""Bounds on the programs in an untrusted ``tokenizer.json``, so that a short text cannot become gigabytes.
+"""Bounds on the text replacements in an untrusted ``tokenizer.json``, so that a short text cannot become gigabytes.
 
-The library ``tokenizers`` replaces and adds text as the file says, without limits. It limits the time of regular
-expressions itself.
+The library ``tokenizers`` replaces and adds text as the file states, without limits on its size. It limits only the
+time of regular expressions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_tokenizer(value: Any) -> None:
 
 
 def _steps(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Steps of a section, nested ones included."""
+    """All steps of a section of ``tokenizer.json``, including nested steps."""
     if isinstance(value, Mapping):
         yield value
         for name in ("normalizers", "pretokenizers", "processors", "decoders"):
@@ -60,7 +60,7 @@ def _steps(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any], section: str) -> float:
-    """Most characters that a replacement makes of one character."""
+    """Maximum number of characters by which a step replaces one character."""
     if step.get("type") == "Precompiled":
         _check_table(step.get("precompiled_charsmap"), section)
     pattern, content = step.get("pattern"), step.get("content")
@@ -100,7 +100,7 @@ def _ids_of(step: Mapping[str, Any], piece: Any) -> int:
 
 
 def _check_table(text: Any, section: str) -> None:
-    """Refuse a SentencePiece table with long replacements. It has a size, a trie, and zero-terminated texts."""
+    """Refuse a SentencePiece table (a size, a trie, and zero-terminated texts) with long replacements."""
     if not isinstance(text, str):
         return
     if len(text) > 2 * _MOST_TABLE:

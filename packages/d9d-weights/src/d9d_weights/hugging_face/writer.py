@@ -36,7 +36,7 @@ class ModelWriter:
     Args:
         directory: local path, replaced atomically, or fsspec address.
         specs: specs of all tensors of the model, equal on all ranks.
-        shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
+        shard_bytes: maximum bytes of tensors in a file; a larger tensor gets a file of its own.
         on_bytes: called with numbers of written bytes.
         names: names of the files.
 
@@ -64,7 +64,7 @@ class ModelWriter:
         self.files: Sequence[str] = tuple(self._plan)
 
     def file_of(self, name: str) -> str:
-        """Name of the file that a tensor is written to.
+        """Name of the weight file to which a tensor is written.
 
         Raises:
             CheckpointError: the model has no such tensor.
@@ -74,7 +74,7 @@ class ModelWriter:
         return self._file_of[name]
 
     def tensors_of(self, file: str) -> Mapping[str, TensorSpec]:
-        """Tensors of a file: name -> spec, in the order of their offsets.
+        """Specs of the tensors of a file by name, in the order of their offsets.
 
         Raises:
             CheckpointError: the model has no such file.
@@ -89,7 +89,7 @@ class ModelWriter:
 
     @contextmanager
     def open_shard(self, file: str) -> Iterator[ShardWriter]:
-        """Write a file; it is on disk at the end of the block.
+        """Open a weight file for writing; at the end of the ``with`` block, the file is on disk.
 
         Args:
             file: one of :attr:`files`; no other rank opens it.
@@ -109,7 +109,7 @@ class ModelWriter:
         files: Mapping[str, bytes],
         save_assets: Callable[[Path], None] | None = None,
     ) -> None:
-        """Add the other files and make the model exist. Called by one rank, when all weight files are written.
+        """Add the other files and publish the directory. Called by one rank, when all weight files are written.
 
         Args:
             config_json: contents of the config file.
@@ -148,7 +148,7 @@ class ModelWriter:
 
 
 def _of_a_model(names: list[str], config: str) -> list[str]:
-    """Files of an earlier model, config and index first, so that an interrupted removal leaves no apparent model."""
+    """Files of an earlier model, config and index first, so that an interrupted removal leaves no loadable model."""
     ours = [name for name in names if name == config or name.endswith((SAFETENSORS, f"{SAFETENSORS}.index.json"))]
     return sorted(ours, key=lambda name: name.endswith(SAFETENSORS))
 

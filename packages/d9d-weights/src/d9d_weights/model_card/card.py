@@ -23,7 +23,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """Facts of a model card. They do not depend on layout or time: exports of a run are equal in all layouts.
+    """Facts of a model card. They do not depend on parallel layout or time, so exports of a run are identical.
 
     Attributes:
         job: fields of the job, as JSON values.
@@ -33,8 +33,8 @@ class ModelCard:
         data: facts of the data stream; ``None`` if unknown.
         step: number of optimizer steps done.
         tokens: tokens (or samples) consumed; ``None`` if unknown.
-        losses: series -> last logged loss or evaluation value.
-        versions: package -> version, of the packages that trained the model.
+        losses: last logged value of each loss or evaluation series.
+        versions: versions of the packages that trained the model, by package.
     """
 
     job: Mapping[str, Any]
@@ -110,7 +110,7 @@ class ModelCard:
 
 
 def _of(job: Mapping[str, Any], section: str, name: str) -> str:
-    """Text of a field, without line breaks; empty if absent. The job of a checkpoint may have any values."""
+    """Text of a field without line breaks; empty if the field is absent. Fields of a stored job may have any values."""
     values = job.get(section)
     value = values.get(name) if isinstance(values, Mapping) else None
     return " ".join(value.split()) if isinstance(value, str) else ""

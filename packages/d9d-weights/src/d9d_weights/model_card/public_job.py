@@ -36,7 +36,7 @@ def public_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a job that affected the model, with paths cut to their last component.
 
     Args:
-        job: JSON values; the job of a checkpoint may have any values.
+        job: fields of the job, as JSON values; the job stored in a checkpoint may have any values.
     """
     values = {name: value for name, value in job.items() if name not in _OF_THE_RUN}
     for name, value in values.items():

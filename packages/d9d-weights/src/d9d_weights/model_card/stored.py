@@ -21,7 +21,7 @@ def card_of(
     published: Mapping[str, TensorSpec],
     note: Callable[[str], None],
 ) -> ModelCard:
-    """Model card of a checkpoint. It has no facts of the data, and all fields of the job.
+    """Model card of a checkpoint. The card has all fields of the job, but no facts about the data.
 
     Args:
         tensors: tensors of the checkpoint.
@@ -49,7 +49,7 @@ def card_of(
 
 
 def _checked(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-    """Values of a checkpoint, after the types of those in a model card were checked."""
+    """Values of a checkpoint, after a check of the types of the values in a model card."""
     tokens = values.get("tokens")
     wrong = [] if type(tokens) is int and tokens >= 0 else ["tokens"]
     wrong += [] if are_losses(values.get("losses", {})) else ["losses"]  # earlier checkpoints have none
@@ -59,6 +59,6 @@ def _checked(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
 
 
 def versions_of(plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Package -> version of the plugins in a manifest; plugins without version and digest are left out."""
+    """Versions of the plugins in a manifest, by package; plugins without version and digest are left out."""
     found = {name: facts["version"] or facts["sha256"][:12] for name, facts in plugins.items()}
     return {name: text for name, text in found.items() if text}

@@ -23,8 +23,8 @@ def on_all(
 
     Args:
         action: function to run.
-        group: all ranks; ``None`` for one process.
-        of_storage: type of the error if the storage failed.
+        group: process group of all ranks; ``None`` for one process.
+        of_storage: type of the raised error if a file system failed.
 
     Raises:
         CheckpointError: the function failed on some rank; the text is the same on every rank.
@@ -45,8 +45,8 @@ def on_main(
 
     Args:
         action: function to run.
-        group: all ranks; ``None`` for one process.
-        of_storage: type of the error if the storage failed.
+        group: process group of all ranks; ``None`` for one process.
+        of_storage: type of the raised error if a file system failed.
 
     Raises:
         CheckpointError: the function failed; the text is the same on every rank.
@@ -69,9 +69,9 @@ def reason(error: BaseException) -> str:
 
 
 def collected_failures(error: BaseException) -> dict[int, BaseException] | None:
-    """Rank -> failure, collected by torch's checkpoint functions; ``None`` for other errors.
+    """Failures by rank, if torch's checkpoint functions collected them in this error; ``None`` for other errors.
 
-    Does not import torch's checkpoint module: unless it is imported, it cannot have raised.
+    The function does not import torch's checkpoint module: if the module is not imported, it cannot have raised.
     """
     module = sys.modules.get("torch.distributed.checkpoint.api")
     if module is None or not isinstance(error, module.CheckpointException):
@@ -82,14 +82,14 @@ def collected_failures(error: BaseException) -> dict[int, BaseException] | None:
 def is_known_to_all(error: BaseException, group: dist.ProcessGroup | None) -> bool:
     """Whether all ranks know of an error of torch's checkpoint functions.
 
-    With several ranks, torch collects failures in the checkpoint on all ranks. Other errors concern the connection to a
-    rank that may have died: they are no error of the checkpoint, and the run should restart.
+    With several ranks, torch collects failures to read or write a checkpoint on all ranks. Other errors are failed
+    connections to a rank that may have died: the checkpoint is intact, and the run should restart.
     """
     return collected_failures(error) is not None or (group is None and isinstance(error, Exception))
 
 
 def _broadcast(text: str, group: dist.ProcessGroup) -> str:
-    """Broadcast the first rank's text."""
+    """Broadcast a text from the first rank of the group."""
     content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     size = torch.tensor([len(content)])
     dist.broadcast(size, group=group, group_src=0)

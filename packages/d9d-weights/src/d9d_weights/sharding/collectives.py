@@ -1,7 +1,7 @@
 """Gather and all-gather of values whose size differs between ranks: tensors of any shapes, and JSON values.
 
-Every function is collective over all ranks of its group. If a rank's input is invalid, an error is raised on all ranks,
-not a hang. ``group=None`` is a job of one process.
+Every function is collective over all ranks of its group. If the input of a rank is invalid, all ranks raise an error
+instead of waiting for ever. ``group=None`` is for a job of one process.
 
 The results carry no gradients. Tensors are sent as bytes, because not every backend supports every dtype.
 """
@@ -191,7 +191,7 @@ def _to_bytes(tensor: Tensor, size: int) -> Tensor:
 
 
 def _from_bytes(rows: Sequence[Tensor], parts: Sequence[_Part], dtype: torch.dtype) -> list[Tensor]:
-    """Inverse of :func:`_to_bytes` for every rank."""
+    """Tensors of all ranks from their gathered bytes, the inverse of :func:`_to_bytes`."""
     # Copies, so that a small tensor does not keep the padding of all ranks alive.
     return [
         row[: math.prod(part.shape) * dtype.itemsize].view(dtype).reshape(part.shape).clone()
@@ -242,5 +242,5 @@ def _by_rank(values: Sequence[object], group: dist.ProcessGroup) -> str:
 
 
 def _name(group: dist.ProcessGroup | None, rank: int) -> int:
-    """Global rank of a rank of the group."""
+    """Name of a rank of the group in messages: its global rank."""
     return 0 if group is None else dist.get_process_group_ranks(group)[rank]

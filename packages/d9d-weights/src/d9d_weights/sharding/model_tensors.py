@@ -29,8 +29,8 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool, stage_holders: StageHold
     Args:
         tensors: the same names on all ranks, or, with ``stage_holders``, on all ranks of a stage.
         keep: whether this rank needs the result; other ranks return an empty mapping.
-        stage_holders: holders in the model, if pipeline ranks hold different tensors; tensors that any rank passes are
-            gathered, in the model's order.
+        stage_holders: for each tensor of the model the rank that holds it, if pipeline ranks hold different tensors;
+            every tensor that some rank passes is then gathered, in the model's order.
 
     Raises:
         CheckpointError: the model of ``stage_holders`` lacks one of the tensors, or ranks pass different ones.

@@ -70,7 +70,7 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
 
 
 def signature(local_shards: Mapping[str, LocalShards]) -> list[Any]:
-    """Signature of local shards as JSON values: names, dtypes, shapes and windows, in a fixed order."""
+    """JSON description of a rank's local shards, for :class:`Owners`: names, dtypes, shapes and windows."""
     return [
         [name, dtype_name(local.dtype), [*local.shape], [[[*p.offset], [*p.tensor.shape]] for p in local.shards]]
         for name, local in sorted(local_shards.items())
@@ -95,7 +95,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Owners:
-    """Ranks that write shards: each shard is written once, and ranks write about equally many bytes.
+    """Assignment of shards to the ranks that write them, so that each shard is written once.
+
+    Ranks write about equally many bytes.
 
     Every rank computes the same result without communication.
 
@@ -115,7 +117,7 @@ class Owners:
                 if forms.setdefault(name, (dtype, shape)) != (dtype, shape):
                     raise CheckpointError(
                         f"tensor '{name}' is {dtype} {shape} on rank {rank} and "
-                        f"{' '.join(map(str, forms[name]))} on one before it"
+                        f"{' '.join(map(str, forms[name]))} on an earlier rank; build the same model on all ranks"
                     )
                 for offset, size in shards:
                     key = (name, tuple(offset))
@@ -130,7 +132,7 @@ class Owners:
             load[owner] += sizes[key]
 
     def own(self, local_shards: Mapping[str, LocalShards], rank: int) -> dict[str, LocalShards]:
-        """Restrict local shards to those that this rank writes; some tensors then have no shards."""
+        """Restrict local shards to the shards that this rank writes; some tensors then have no shards."""
         own = {}
         for name, local in local_shards.items():
             shards = tuple([shard for shard in local.shards if self._owner[name, shard.offset] == rank])

@@ -23,8 +23,8 @@ class StageHolders:
     """Mapping from the tensors of a model to the pipeline ranks that hold them.
 
     Attributes:
-        specs: name -> shape and dtype of the full model's tensors, in the same order on all ranks.
-        holders: name -> rank in ``group`` that holds the tensor; one of them if several hold equal copies.
+        specs: shapes and dtypes of the full model's tensors by name, in the same order on all ranks.
+        holders: rank in ``group`` that holds a tensor, by its name; one of the ranks if several hold equal copies.
         group: process group along ``pp``, with backends for the CPU and for ``device``.
         device: device for sending and receiving tensors.
     """
@@ -50,7 +50,9 @@ class StageHolders:
         raise_if(problems, f"the tensors of pipeline rank {rank} differ from those assigned to it:")
 
     def full(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Full tensor on every rank. Collective over ``group``, and over the mesh of a DTensor.
+        """Send a tensor from its holder and return it in full on every rank.
+
+        Collective over ``group``, and over the mesh of a DTensor.
 
         Args:
             name: name of the tensor, the same on all ranks.
@@ -67,13 +69,14 @@ class StageHolders:
         return gathered
 
     def among(self, tensors: Mapping[str, Tensor]) -> StageHolders:
-        """Holders of the tensors that ranks pass, for example of existing gradients. Collective over ``group``.
+        """Holders of only the tensors that ranks pass, for example of existing gradients. Collective over ``group``.
 
         Args:
             tensors: tensors of this rank, named as in the model; shapes and dtypes may differ from the model's.
 
         Raises:
-            CheckpointError: the model lacks one of the tensors, or ranks pass different ones; on all ranks.
+            CheckpointError: the model lacks one of the tensors, or ranks pass different tensors under
+                one name; raised on all ranks.
         """
         listed = [[name, [*tensor.shape], dtype_name(tensor.dtype)] for name, tensor in tensors.items()]
         specs: dict[str, TensorSpec] = {}

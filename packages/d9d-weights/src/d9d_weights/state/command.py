@@ -47,7 +47,9 @@ def state_convert(
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
-    """Write a model from a training checkpoint, or in another number format or file size. Needs no GPU."""
+    """Convert a training checkpoint to a model directory, or a model to another number format or file size.
+
+    Needs no GPU."""
     from d9d_weights.state.tensors import Conversion, convert_state, parse_dtype, parse_size
 
     asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads, keep_from)

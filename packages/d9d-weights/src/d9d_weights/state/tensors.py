@@ -100,7 +100,7 @@ class Conversion:
         source: model directory or checkpoint.
         target: directory to write.
         dtype: dtype of floating-point tensors; ``None`` keeps their dtypes.
-        shard_bytes: most bytes of a weight file.
+        shard_bytes: maximum bytes of a weight file.
         threads: number of threads that read.
         keep_from: model directory to copy tokenizer, generation config and token ids in ``config.json`` from.
     """
@@ -114,7 +114,7 @@ class Conversion:
 
 
 def convert_state(asked: Conversion, registry: Registry) -> str:
-    """Write a model in Hugging Face layout, from another one or from a training checkpoint; returns a summary.
+    """Convert a model directory or training checkpoint to a model in Hugging Face layout; returns a summary.
 
     Raises:
         CheckpointError: the model cannot be read, converted or written, or the target exists.
@@ -134,7 +134,7 @@ def convert_state(asked: Conversion, registry: Registry) -> str:
 
 
 def _refuse_taken(target: str) -> None:
-    """Refuse a target that is not empty: it would be replaced, and could be a run or the source."""
+    """Refuse a target that is not empty, because the conversion would replace it, even a run or the source itself."""
     if "://" in target:
         try:
             taken = bool(open_directory(target).names())
@@ -143,7 +143,7 @@ def _refuse_taken(target: str) -> None:
     else:
         taken = Path(target).exists() and not (Path(target).is_dir() and not any(Path(target).iterdir()))
     if taken:
-        raise CheckpointError(f"{target} exists: name a new directory, or remove that one first")
+        raise CheckpointError(f"{target} exists: name a new directory, or remove {target} first")
 
 
 def _described(
@@ -249,7 +249,7 @@ def parse_dtype(text: str | None) -> torch.dtype | None:
     """Parse the name of a floating-point dtype, such as ``bfloat16``.
 
     Raises:
-        CheckpointError: the text is not such a name.
+        CheckpointError: the text is not the name of a floating-point dtype.
     """
     found = None if text is None else getattr(torch, text, None)
     if text is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):

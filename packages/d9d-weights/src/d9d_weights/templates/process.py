@@ -31,9 +31,9 @@ class TemplateLimits:
     """Limits of one rendering.
 
     Attributes:
-        steps: most iterations of loops and calls.
-        seconds: most seconds of CPU time.
-        memory: most bytes of the process's address space; macOS does not enforce this limit.
+        steps: maximum number of loop iterations and calls.
+        seconds: maximum seconds of CPU time.
+        memory: maximum bytes of the process's address space; macOS does not enforce this limit.
     """
 
     steps: int = 1 << 22
@@ -61,7 +61,7 @@ class Rendered:
     Attributes:
         text: rendered text.
         marks: characters ``[begin, end)`` of each generation block.
-        misplaced: whether the text of a block is not at its recorded place, so that the place is unknown.
+        misplaced: whether the text of a generation block is not at its recorded position, so that ``marks`` are wrong.
     """
 
     text: str
@@ -72,17 +72,17 @@ class Rendered:
 class TemplateProcess:
     """Separate process that renders chat templates, and imports no torch.
 
-    The process serves all renderings, one at a time, and is restarted after it has ended. It ends with this object, and
-    with the parent process.
+    The process serves all renderings, one at a time, and is restarted if a limit ended it. The process ends with this
+    object, and with the parent process.
 
     Args:
-        texts: name -> template.
+        texts: templates by name.
         now: time returned by ``strftime_now``; by default, the time of the rendering.
         limits: limits of one rendering.
 
     Attributes:
         depends_on_date: whether renderings change from day to day, because a template reads the date.
-        marked: name of a template -> whether it has generation blocks.
+        marked: whether a template has generation blocks, by the name of the template.
 
     Raises:
         TemplateError: a template is malformed.
@@ -122,7 +122,7 @@ class TemplateProcess:
             raise TemplateError(f"the values cannot be sent to it: {error}") from error
         with self._lock:
             if self._ended >= _MOST_ENDED:
-                raise TemplateError(f"it exceeded its limits {self._ended} times in a row")
+                raise TemplateError(f"the template exceeded its limits {self._ended} times in a row")
             if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
                 self._start()
             self._ended += 1
@@ -169,7 +169,7 @@ class TemplateProcess:
         return found
 
     def _reason(self, code: int | None, answered: bool) -> str:
-        """Reason for a missing answer."""
+        """Reason why the process did not answer, for the error message."""
         if answered:
             return f"it renders more than {_MAX_ANSWER:,} bytes"
         if code == -getattr(signal, "SIGPROF", 0):
@@ -178,7 +178,7 @@ class TemplateProcess:
 
 
 def _status(child: subprocess.Popen[bytes]) -> int | None:
-    """Exit status of a process that has closed its output, its last action."""
+    """Exit status of a process that has closed its output, after which it ends."""
     try:
         return child.wait(1)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,8 @@
 """Sandbox of chat templates: Jinja without the file system, with limits on steps and on the size of values.
 
-It runs in a process with limits on time and memory, see :mod:`d9d_weights.templates.process`, because no list of
-forbidden operations is complete. The limits here apply earlier, equally on every system, and name the reason.
+The sandbox runs in a process with limits on time and memory, see :mod:`d9d_weights.templates.process`, because no list
+of forbidden operations is complete. The limits of the sandbox apply earlier, are the same on every system, and give
+the reason of a failure.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """Sandboxed environment of a template; runs one rendering at a time.
 
     Args:
-        max_steps: most iterations of loops and calls of one rendering.
+        max_steps: maximum number of loop iterations and calls of one rendering.
         now: time returned by ``strftime_now``; by default, the time of the rendering.
     """
 
@@ -81,17 +82,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def step(self) -> None:
-        """Count a step.
+        """Count one step: a loop iteration or a call.
 
         Raises:
-            SecurityError: the limit is exceeded.
+            SecurityError: the limit of steps is exceeded.
         """
         self._steps += 1
         if self._steps > self._max_steps:
             raise SecurityError(f"it takes more than {self._max_steps:,} steps")
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call an object from a template. The unusual names leave all other names to keyword arguments."""
+        """Call an object from a template. The parameters' unusual names cannot clash with keyword arguments."""
         __self.step()
         if __obj is not __self.globals["range"]:  # range has a limit of its own
             _check_arguments(args, kwargs)
@@ -105,7 +106,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @pass_context
     def _counted(self, _context: Context, values: Any) -> Iterator[Any]:
-        """Count iterations of a loop. Taking the context prevents evaluation when templates are compiled."""
+        """Count iterations of a loop. The context argument prevents jinja2 from evaluating the loop at compile time."""
         for value in values:
             self.step()
             yield value
@@ -120,7 +121,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationBlock(Extension):
-    """Block ``{% generation %}`` ... ``{% endgeneration %}``: renders its body and records its place."""
+    """Block ``{% generation %}`` ... ``{% endgeneration %}``: renders its body and records its position in the text."""
 
     tags = {"generation"}
 
@@ -140,7 +141,7 @@ class GenerationBlock(Extension):
 
 
 class _Bounds(NodeTransformer):
-    """Transformer that makes loops count iterations and concatenations check their size."""
+    """Transformer of a template's syntax tree: loops then count iterations, and concatenations check their size."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - name required by jinja2
         self.generic_visit(node)

@@ -1,6 +1,7 @@
 """Worker process that renders templates: reads requests from standard input, and writes answers to standard output.
 
-A request and an answer are one line of JSON each. The first request contains the templates; later ones render.
+A request and an answer are one line of JSON each. The first request contains the templates; each later request asks
+for one rendering.
 """
 
 from __future__ import annotations
@@ -72,9 +73,7 @@ class _Templates:
         self._compiled[key] = self._sandbox.compile_bounded(tree, key)
 
     def render(self, key: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """Render a template. Returns ``text``, ``marks`` and whether they are ``misplaced``.
-
-        Or the template's ``error``.
+        """Render a template. Returns ``text``, ``marks`` and ``misplaced`` of :class:`Rendered`, or the ``error``.
         """
         try:
             text = self._sandbox.run(self._compiled[key], variables)
@@ -93,7 +92,7 @@ class _Templates:
 
 
 class _Bounded:
-    """Block that ends this process if it computes for too long, in any function. Without effect on Windows."""
+    """Context manager that ends this process if the block takes too much CPU time. Without effect on Windows."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -1,4 +1,4 @@
-"""Check that a template renders all of a conversation; templates do not report the messages that they leave out."""
+"""Check that a template renders the complete conversation, because templates leave out messages without an error."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from d9d_data.chat.variants import with_name
 def check_complete(conversation: Conversation, template: ChatTemplate, text: str, word: str) -> None:
     """Check that a chat template is complete: it renders every content, every tool call and the tools.
 
-    A unique marker is put into each of them, and all markers must appear in the rendering. Reasoning is not checked:
-    templates leave out the reasoning of earlier turns on purpose.
+    The function puts a unique marker into each of these texts, and all markers must appear in the rendering. Reasoning
+    is not checked, because templates leave out the reasoning of earlier turns on purpose.
 
     Args:
-        conversation: to check.
+        conversation: conversation to check.
         template: chat template of the model.
         text: the rendering of the conversation.
         word: marker that occurs neither in the conversation nor in its rendering.

@@ -1,4 +1,4 @@
-"""Conversations: one record of a data set, checked and brought to one form."""
+"""Conversations: records of a data set, checked and converted to one form."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Conversation:
         messages: each has a known ``role`` and, unless it has tool calls or reasoning, ``content``: a string or a list
             of parts ``{"type": "text", "text": ...}``. Assistant messages may have a loss ``weight``. Other keys are
             kept as in the record; keys with null are removed.
-        tools: JSON schemas of the tools offered; None if there are none.
-        prompt: number of leading messages that are given and never trained on, such as the messages of a ``prompt``.
+        tools: JSON schemas of the tools offered; None if no tools are offered.
+        prompt: number of leading messages that are never trained on, such as the messages of a ``prompt``.
         where: name of the record in error messages, such as ``train.jsonl:17``.
     """
 
@@ -47,7 +47,7 @@ class Conversation:
 
     @property
     def last_turn(self) -> int:
-        """Index of the first message after the last user message that an assistant message follows."""
+        """Index of the message after the last user message that an assistant message follows."""
         last = self.replies[-1]
         users = (index for index in range(last) if self.messages[index]["role"] == "user")
         return max((self.prompt, *(index + 1 for index in users)))
@@ -113,7 +113,7 @@ def _checked(conversation: Conversation, place: str) -> Conversation:
 
 
 def text_of(message: Message) -> str:
-    """Text of a message's content: the string, or its parts joined; empty if there is none."""
+    """Text of a message's content: the string, or the joined text parts; empty if the message has no content."""
     content = message.get("content", "")
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
@@ -124,7 +124,7 @@ def call_names(message: Message) -> list[str]:
 
 
 def has_string_arguments(value: object) -> bool:
-    """Whether a record, at any depth, has a message whose tool calls have their arguments as strings."""
+    """Whether a record contains, at any depth, a message whose tool calls have strings as arguments."""
     if isinstance(value, Mapping):
         calls = value.get("tool_calls")
         if isinstance(calls, list | tuple):

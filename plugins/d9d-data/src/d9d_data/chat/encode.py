@@ -71,7 +71,7 @@ class ChatTokenizer:
         return ids, np.asarray([begin for _, (begin, _) in tokens], dtype=np.int64)
 
     def stop_of(self, ids: Ids) -> str:
-        """Special token at the end of some token ids, ignoring white space after it; empty if there is none."""
+        """Special token at the end of token ids, ignoring white space after it; empty if no special token ends them."""
         for number in reversed(ids.tolist()):
             if number in self._special_ids:
                 return str(self._backend.id_to_token(number))
@@ -106,7 +106,7 @@ def encode(
     loss: Loss = "assistant",
     quoted: Literal["text", "token"] = "text",
 ) -> tuple[Ids, Weights]:
-    """Encode a rendered conversation: token ``[N]`` int64, and whether each counts in the loss, ``[N]`` bool.
+    """Encode a rendered conversation: token ids ``[N]`` int64, and whether each token counts in the loss, ``[N]`` bool.
 
     See :func:`encode_weighted`.
     """
@@ -123,7 +123,8 @@ def encode_weighted(
 ) -> tuple[Ids, npt.NDArray[np.float32]]:
     """Encode a rendered chat: token ids ``[N]`` int64, and the loss weight of each token, ``[N]`` float32.
 
-    A token belongs to a reply if its first character does. With a ``prompt`` only the ``completion`` counts. A token's
+    A token belongs to a reply if its first character belongs to the reply. With a ``prompt``, only the ``completion``
+    counts. A token's
     weight is the weight of its message, by default 1.
 
     Args:
@@ -236,7 +237,7 @@ def _quotes(
 ) -> tuple[Span, ...]:
     """Character spans ``[begin, end)`` of the special tokens in a rendering that come from the record.
 
-    A second rendering, with a marker character inside each special token of the record, shows their places.
+    A second rendering, with a marker character inside each special token of the record, shows where they are.
     """
     special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
     if not any(special.search(part) for part in strings_in([conversation.messages, conversation.tools])):
@@ -259,7 +260,7 @@ def _quotes(
     pieces = marked.text.split(marker)
     if "".join(pieces) != text:
         raise DataError(
-            f"{conversation.where} has a special token in its text, and {template.name} renders the rest differently "
+            f"{conversation.where} has a special token in its text, and {template.name} renders other text differently "
             "because of it; remove the token from the text, or set data.quoted: token"
         )
     quotes, begin = [], 0

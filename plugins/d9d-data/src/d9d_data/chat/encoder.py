@@ -22,14 +22,14 @@ from d9d_data.tokenizer.base import TextTokenizer
 class ChatEncoder:
     """Encoder of chat records: renders conversations with a template and gives loss weight to the replies.
 
-    Conversations count as dropped if they are left out because they are too long, or if truncation removes all tokens
-    to train on.
+    The encoder counts conversations as dropped if they are left out because they are too long, or if truncation removes
+    all tokens to train on.
 
     Args:
         tokenizer: text tokenizer of the model.
         template: chat template of the model.
         loss: tokens with a loss weight, as for :func:`encode_weighted`.
-        longest: most tokens of a sample.
+        longest: maximum number of tokens of a sample.
         too_long: treatment of longer conversations.
         tool_arguments: treatment of tool arguments that are JSON strings.
     """

@@ -1,12 +1,12 @@
 """Locate the replies in a rendered conversation: the characters that the model is to generate.
 
 A template with generation blocks marks the replies itself. Otherwise a reply begins where the rendering of the messages
-before it, with the generation prompt, ends; and it ends where the rendering of the messages up to and including it
-ends. That is right if both renderings are prefixes of the whole rendering. Some templates render a message differently
-when others follow it: they remove the reasoning of earlier turns, or write an end of text only after the last message.
-For these, probes find the places: a unique marker is put into one message. If the rendering with the marker removed
-equals the rendering without it, the text around the marker is confirmed as the template's own. A place that no probe
-confirms is an error, never a guess.
+before the reply, with the generation prompt, ends; and the reply ends where the rendering of the messages up to and
+including the reply ends. These positions are right if both renderings are prefixes of the whole rendering. Some
+templates render a message differently if other messages follow: they remove the reasoning of earlier turns, or write
+an end of text only after the last message. For such templates, probes find the positions: a unique marker is put into
+one message. If the rendering with the marker removed equals the rendering without the marker, the position of the
+marker is confirmed. A position that no probe confirms is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def find_replies(
     """Render a conversation and find the character spans ``[begin, end)`` that the assistant writes.
 
     A reply is everything after the generation prompt up to the end of the turn: reasoning, content, tool calls and the
-    token that ends the turn. White space after that token is left out, because no model generates it. If replies have
-    no end token, the special token that opens the next message ends a reply, and the last reply has none. Generation
-    blocks of a template are used as they are.
+    token that ends the turn. White space after that token is left out, because no model generates it. If the template
+    writes no end token after replies, a reply ends with the special token that opens the next message, and the last
+    reply has no end token. If the template has generation blocks, they are the replies.
 
     Args:
         conversation: conversation to render.
@@ -57,7 +57,7 @@ def find_replies(
         begin = probe.begin_of(index)
         end = probe.end_of(index, begin)
         if begin >= end or (spans and begin < spans[-1][1]):
-            raise probe.unverified(index, "its rendering is empty or overlaps another")
+            raise probe.unverified(index, "its rendering is empty or overlaps another reply")
         probe.check_reply(index, begin, end)
         spans.append((begin, probe.stop_of(begin, end)))
     return probe.text, spans
@@ -105,7 +105,7 @@ class _Probe:
                 return content
         if content is not None and not self._shows_reasoning(index):
             return content
-        raise self.unverified(index, "the template renders the messages before it differently without it")
+        raise self.unverified(index, "the template renders the messages before the reply differently without the reply")
 
     def end_of(self, index: int, begin: int) -> int:
         """Position where a reply that begins at ``begin`` ends.
@@ -116,7 +116,7 @@ class _Probe:
         upto = self._conversation.messages[: index + 1]
         turn = self._render(upto)
         if turn is None:
-            raise self.unverified(index, "the template does not render the messages up to it")
+            raise self.unverified(index, "the template does not render the messages up to the reply alone")
         if self.text.startswith(turn) and len(turn) > begin:
             return len(turn)
         for put in PUT_LAST:
@@ -132,7 +132,7 @@ class _Probe:
             # The last turn ends with its own token; the other turns end with the token that ends user messages.
             if ends and goes_on and not tail[ends.end() :].strip() and self._ends_others(goes_on.group()):
                 return here + goes_on.end()
-        raise self.unverified(index, "the template renders it differently when further messages follow it")
+        raise self.unverified(index, "the template renders the reply differently if further messages follow")
 
     def end_before(self, first: int) -> int:
         """Position after all replies before message ``first`` and before all later replies.
@@ -147,7 +147,7 @@ class _Probe:
             if (place := self._place(first - 1, put)) is not None:
                 return place
         raise self.unverified(
-            first - 1, "the template renders the messages up to it differently when others follow them"
+            first - 1, "the template renders the messages up to this one differently if further messages follow"
         )
 
     def check_reply(self, index: int, begin: int, end: int) -> None:
@@ -161,10 +161,10 @@ class _Probe:
         if content not in reply:
             places = [self._place(index, put) for put in PUT_LAST]
             if not any(place is not None and begin <= place <= end for place in places):
-                raise self.unverified(index, "its content is rendered outside its turn")
+                raise self.unverified(index, "its content is rendered outside of its turn")
         for name in call_names(message):
             if name not in reply:
-                raise self.unverified(index, "its tool calls are rendered outside its turn")
+                raise self.unverified(index, "its tool calls are rendered outside of its turn")
 
     def stop_of(self, begin: int, end: int) -> int:
         """End of a reply, including the token that stops generation, without white space after it.
@@ -194,13 +194,13 @@ class _Probe:
     def _place(
         self, index: int, put: Put, messages: Sequence[Message] = (), rendered: tuple[str, bool] | None = None
     ) -> int | None:
-        """Position in a rendering of the end of a message's text, or of the name of its last tool call.
+        """Position in a rendering where the text of a message ends, or the name of its last tool call.
 
         Args:
             index: index of the message.
             put: function that puts the marker into the text.
             messages: messages that were rendered, if not all.
-            rendered: their rendering, and whether the rendering ends with the generation prompt.
+            rendered: rendering of these messages, and whether it ends with the generation prompt.
 
         Returns:
             None if the marker does not appear in the rendering, or changes the text around it.
@@ -230,7 +230,7 @@ class _Probe:
         return place if probed is not None and place >= 0 and self.text.startswith(probed[:place]) else None
 
     def _after_header(self, index: int, prompt: str, begin: int) -> int:
-        """Position where a reply begins: after the role header of its message, if the generation prompt lacks it."""
+        """Position where a reply begins: after its message's role header, if the generation prompt has no header."""
         said = text_of(self._conversation.messages[index]).strip()
         if self.text[begin:].lstrip().startswith(said) or prompt != self._render(self._conversation.messages[:index]):
             return begin
@@ -251,13 +251,13 @@ class _Probe:
         return self._render([*messages[:index], message, *messages[index + 1 :]])
 
     def _common(self, one: str, other: str) -> int:
-        """Length in characters of the common prefix of two texts, without a part of a special token at its end."""
+        """Length in characters of the common prefix of two texts, without an incomplete special token at its end."""
         size = len(commonprefix([one, other]))  # noqa: RUF071 - of characters
         matches = (match for text in (one, other) for match in self._special.finditer(text))
         return min((match.start() for match in matches if match.start() < size < match.end()), default=size)
 
     def _ends_others(self, token: str) -> bool:
-        """Whether a token follows the content of every user message."""
+        """Whether an added token, such as an end of turn, follows the content of every user message."""
         if token in self._ends:
             return self._ends[token]
         messages = self._conversation.messages

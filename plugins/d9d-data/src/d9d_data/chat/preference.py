@@ -1,7 +1,7 @@
 """Preference pairs: records with a preferred and a rejected completion, and their encoder.
 
-A pair becomes two texts: the prompt with each completion. The completions begin at the first token where the ids of the
-prompt, as the model gets it, and of the two texts differ, as in TRL's trainer for DPO.
+A pair becomes two texts: the prompt with each completion. The completions begin at the first token where the token ids
+of the rendered prompt and of the two texts differ, as in TRL's trainer for DPO.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class Pair:
 
     @property
     def plain(self) -> bool:
-        """Whether all parts are strings, which need no chat template."""
+        """Whether prompt and completions are strings, which need no chat template."""
         return all(isinstance(part, str) for part in (self.prompt, self.chosen, self.rejected))
 
 
 def read_pair(record: Mapping[str, Any], where: str) -> Pair:
-    """Preference pair of a record with ``chosen``, ``rejected`` and perhaps ``prompt`` and ``tools``.
+    """Read a preference pair from a record with ``chosen``, ``rejected`` and optionally ``prompt`` and ``tools``.
 
-    Without ``prompt``, or if both sides begin with a message that is not the assistant's, the sides are whole
-    conversations or texts, and their common prefix is the prompt.
+    Without ``prompt``, or if ``chosen`` and ``rejected`` begin with a message of another role than ``assistant``, both
+    are whole conversations or texts, and their common prefix is the prompt.
 
     Args:
         record: values by field.
         where: name of the record in error messages, such as ``pairs.jsonl:17``.
 
     Raises:
-        DataError: a field is missing, or both sides are equal.
+        DataError: a field is missing, or ``chosen`` and ``rejected`` are equal.
     """
     lacking = [name for name in SIDES if record.get(name) is None]
     if lacking:
@@ -80,7 +80,7 @@ def read_pair(record: Mapping[str, Any], where: str) -> Pair:
 
 
 def _whole(*sides: Any) -> bool:
-    """Whether all sides are whole conversations: lists of messages that do not begin with the assistant's."""
+    """Whether all values are whole conversations: lists whose first message is not the assistant's."""
     return all(
         isinstance(side, list) and side and isinstance(side[0], Mapping) and side[0].get("role") != "assistant"
         for side in sides
@@ -88,7 +88,7 @@ def _whole(*sides: Any) -> bool:
 
 
 def _split(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
-    """Common prefix of two strings or two lists of messages, and the rest of each."""
+    """Common prefix of two strings or two lists of messages, and the remaining part of each."""
     if isinstance(chosen, str) and isinstance(rejected, str):
         size = len(commonprefix([chosen, rejected]))  # noqa: RUF071 - of characters
         size -= chosen[size - 1 : size] == " "  # tokens mostly begin with a space
@@ -113,8 +113,8 @@ class PreferenceEncoder:
 
     Args:
         tokenizer: text tokenizer of the model.
-        template: chat template of the model; ``None`` if it has none: then only strings can be encoded.
-        longest: most tokens of a text.
+        template: chat template of the model; ``None`` if the model has no template, and only strings can be encoded.
+        longest: maximum number of tokens of a text.
         too_long: treatment of longer texts (``cut_end``, ``cut_start``) or of pairs with a longer text (``drop``,
             ``error``).
         tool_arguments: treatment of tool arguments that are JSON strings.
@@ -214,7 +214,7 @@ class PreferenceEncoder:
 
 
 def _common(one: Ids, other: Ids) -> int:
-    """Number of leading ids that are equal."""
+    """Number of leading token ids that are equal in all texts."""
     size = min(len(one), len(other))
     different = np.flatnonzero(one[:size] != other[:size])
     return int(different[0]) if len(different) else size

@@ -80,7 +80,7 @@ class ChatTemplate:
         except TemplateError as error:
             place = self.name if error.line is None else f"{self.name}:{error.line}"
             which = "" if error.key in (None, "default") else f" {error.key!r}"
-            raise DataError(f"{place}: the chat template{which} is malformed: {error}; repair it") from error
+            raise DataError(f"{place}: the chat template{which} is malformed: {error}; repair the template") from error
 
     @property
     def depends_on_date(self) -> bool:
@@ -130,7 +130,7 @@ class ChatTemplate:
 
     @cached_property
     def identity(self) -> str:
-        """Digest of everything except the conversation and the date that renderings depend on."""
+        """Digest of the template and all other inputs of a rendering except the conversation and the date."""
         parts = [self.texts, self.special_tokens, self.arguments, str(self._now)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -149,7 +149,7 @@ class ChatTemplate:
         """Render messages.
 
         messages: at least one message.
-            messages: at least one.
+            messages: messages of the conversation, at least one.
             tools: JSON schemas of the tools offered, if any.
             generation_prompt: whether to append the generation prompt, which starts a reply.
             where: name of the record in error messages.
@@ -175,8 +175,8 @@ class ChatTemplate:
             ) from error
         if found.misplaced:
             raise DataError(
-                f"{where}: {self.name} has a generation block inside a macro, a set or a filter block, so its place "
-                "cannot be told; move the block out"
+                f"{where}: {self.name} has a generation block inside a macro, a set or a filter block, so its "
+                "position is unknown; move the block out"
             )
         return Rendering(found.text, found.marks if self._process.marked[key] else None)
 
@@ -194,7 +194,7 @@ def _rebuild(texts: Any, tokens: Any, name: str, arguments: Any, now: datetime |
 
 
 def _named_reasoning(message: Message) -> dict[str, Any]:
-    """Message without nulls, and with its reasoning under each key that templates read."""
+    """Copy of a message without null values, and with its reasoning under each key that templates read."""
     named = {key: value for key, value in message.items() if value is not None}
     reasoning = next((named[key] for key in REASONING if key in named), None)
     if reasoning is not None:

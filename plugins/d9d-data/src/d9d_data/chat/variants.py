@@ -1,4 +1,4 @@
-"""Variants of messages: a marker put into one of their texts."""
+"""Variants of messages with a marker in one of their texts, by which the texts are found in a rendering."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ Put = Callable[[str, str], str]
 
 
 def put_last(text: str, word: str) -> str:
-    """Text with the marker after it."""
+    """Append the marker to a text."""
     return text + word
 
 
 def put_last_stripped(text: str, word: str) -> str:
-    """Text with the marker in place of its trailing white space."""
+    """Replace the trailing white space of a text by the marker."""
     return text.rstrip() + word
 
 
 def put_first(text: str, word: str) -> str:
-    """Text with the marker before it."""
+    """Put the marker before a text."""
     return word + text
 
 
 def put_first_stripped(text: str, word: str) -> str:
-    """Text with the marker in place of its leading white space."""
+    """Replace the leading white space of a text by the marker."""
     return word + text.lstrip()
 
 
 def put_after_reasoning(text: str, word: str) -> str:
-    """Text with the marker after the reasoning at its beginning."""
+    """Put the marker after the reasoning with which a text begins."""
     reasoning, tag, answer = text.rpartition("</think>")
     return reasoning + tag + word + answer
 
 
 def put_after_reasoning_stripped(text: str, word: str) -> str:
-    """Text with the marker after the reasoning at its beginning, in place of the white space there."""
+    """Replace the white space after the reasoning with which a text begins by the marker."""
     reasoning, tag, answer = text.rpartition("</think>")
     return reasoning + tag + word + answer.lstrip()
 

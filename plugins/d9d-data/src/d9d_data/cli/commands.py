@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.callback()
 def data() -> None:
-    """Group the commands; with a single command and no callback, typer would drop the name ``show``."""
+    """Group the commands of ``d9d data``. Without this callback, typer would drop the name of the single command."""
 
 
 @app.command()
@@ -54,7 +54,7 @@ def show(
         stream.save_assets(Path(directory))
         tokenizer = tokenizer_for(Path(directory), pretrained)
     if tokenizer is None:
-        raise DataError(f"data: the dataset '{loaded.data.selector}' has no tokenizer, so its samples are no text")
+        raise DataError(f"data: the dataset '{loaded.data.selector}' has no tokenizer to show samples as text")
     console = console_for()
     texts = len(names_of_texts(stream))
     for row, sample in zip(range(count * texts), samples_of(stream), strict=False):

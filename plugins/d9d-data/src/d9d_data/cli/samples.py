@@ -30,7 +30,7 @@ class Sample:
 
     Attributes:
         tokens: token ids ``[S]``.
-        targets: next tokens ``[S]``; -100 where none is learned. ``None`` if the task predicts no tokens.
+        targets: next tokens ``[S]``; -100 where no token is learned. ``None`` if the task predicts no tokens.
         marks: whether each token has a label, ``[S]``.
         documents: index of each token's document in the sample, ``[S]``.
         name: name of the text, such as ``chosen``, if a sample has several texts.
@@ -48,13 +48,15 @@ class Sample:
 
 
 def names_of_texts(stream: DataStream) -> list[str]:
-    """Names of the texts in each sample; one empty name if a sample is a single text."""
+    """Names of the texts in each sample of a stream; a single empty name if a sample is one text."""
     names = stream.facts.get("texts")
     return [str(name) for name in names] if isinstance(names, list) else [""]
 
 
 def samples_of(stream: DataStream) -> Iterator[Sample]:
-    """Yield the samples of a stream, pack by pack, without end; each text of a sample separately.
+    """Yield the samples of a stream without end, pack (the microbatches of one step) by pack.
+
+    Each text of a sample is yielded separately.
 
     Raises:
         DataError: the stream gives no tokens, or fails.
@@ -89,7 +91,7 @@ def samples_of(stream: DataStream) -> Iterator[Sample]:
 
 
 def _lost_of(stream: DataStream) -> Sequence[Lost]:
-    """Numbers of tokens that the documents of the next pack lost to truncation; empty if the stream does not know."""
+    """Numbers of tokens that the documents of the next pack lost to truncation; empty if the stream has no counts."""
     source, consumed = getattr(stream, "source", None), stream.state().get("consumed")
     return source.lost_at(consumed) if isinstance(source, TellsLosses) and isinstance(consumed, int) else ()
 
@@ -100,14 +102,14 @@ def _class_name(stream: DataStream, number: int) -> str:
 
 
 def tokenizer_for(assets: Path, pretrained: str | None) -> tokenizers.Tokenizer | None:
-    """Tokenizer that a stream saved, or else the tokenizer of the pretrained model."""
+    """Tokenizer that the stream saves with exports, or else the tokenizer of the pretrained model."""
     beside = [] if pretrained is None else [Path(pretrained) / TOKENIZER_FILE, Path(pretrained).parent / TOKENIZER_FILE]
     file = next((file for file in (assets / TOKENIZER_FILE, *beside) if file.is_file()), None)
     return None if file is None else read_tokenizer(file)
 
 
 def cut_off(lost: Sequence[int]) -> str:
-    """Note on tokens lost to truncation; empty if none are lost."""
+    """Note on the number of tokens lost to truncation; an empty text if no tokens are lost."""
     return f", cut: {sum(lost):,} tokens are lost" if sum(lost) else ""
 
 

@@ -2,8 +2,8 @@
 
 An entry is built in a directory with a temporary name, which is then renamed. The manifest, written last, holds size
 and checksums of every file. A killed process therefore leaves no entry that looks complete, two processes can build the
-same entry at once, and damage is found and repaired. Unless a full check is asked for, a check reads only a sample of
-each file, a fixed number of bytes.
+same entry at once, and damaged entries are detected and built again. By default, a check for damage reads only a sample
+of fixed size of each file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cached_directory(
         root: directory of the cache; created if missing.
         key: identifier of the content.
         build: function that fills an empty directory.
-        note: called with a line about damage.
+        note: function that prints a line about damage.
         files: names of files that the entry must have.
         full: check all bytes for damage, not only a sample.
 
@@ -88,7 +88,7 @@ def file_digests(directory: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Size of a file as written, and the SHA-256 of all of it and of its sample."""
+    """Size of a file as written, and the SHA-256 checksums of the whole file and of its sample."""
 
     size: int
     sha256: str
@@ -112,13 +112,13 @@ def _read_manifest(directory: Path) -> dict[str, _Written]:
 
 
 def find_damage(directory: Path, files: Collection[str] = (), full: bool = False) -> str | None:
-    """Describe the damage of a directory of the corpus cache; ``None`` if there is none.
+    """Describe the damage of a directory of the corpus cache; ``None`` if no damage is found.
 
     Args:
         directory: entry of the cache.
         files: names of files that the entry must have.
-        full: check all bytes. Otherwise only the size and a sample of each file are compared: damage between the
-            blocks of the sample that keeps the size is not found.
+        full: check all bytes. Otherwise only the size and a sample of each file are compared, so damage outside of the
+            sample that keeps the size is not found.
     """
     try:
         manifest = _read_manifest(directory)
@@ -184,7 +184,7 @@ def _sweep(root: Path) -> None:
 
 
 def sample_begins(size: int) -> list[int]:
-    """First byte of each block in the sample of a file; ``size``, in bytes, is larger than the sample."""
+    """Position of the first byte of each block in the sample of a file whose ``size`` exceeds the sample's."""
     return [(size - SAMPLE_BLOCK) * number // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]
 
 

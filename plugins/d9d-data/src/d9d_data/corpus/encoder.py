@@ -1,4 +1,4 @@
-"""Encoders: token ids of the records in pieces of a corpus, and columns of values per token, such as loss weights."""
+"""Encoders, which turn records of a corpus into token ids and columns of values per token, such as loss weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sample:
         incomplete: whether tokens to learn were lost.
         spelling: special token that a text of the record spells; empty if there is none.
         parsed: whether tool arguments of the record are JSON strings.
-        stop: last learned token, if that is a special token; otherwise empty.
+        stop: last learned token if it is a special token; otherwise empty.
     """
 
     ids: Sequence[Ids]
@@ -51,7 +51,8 @@ class Dropped:
 
     Attributes:
         longest: number of tokens of its longest text.
-        needed: least number of tokens, from the beginning, that includes a token to learn; 0 if it has none.
+        needed: smallest number of tokens, from the beginning, that includes a token to learn; 0 if the record has no
+            token to learn.
     """
 
     longest: int
@@ -65,10 +66,10 @@ class Encoded:
     Attributes:
         ids: token ids of each document, [tokens].
         columns: values per token, by the names of the encoder's columns; for each document [tokens].
-        characters: approximate number of characters or bytes read for them.
-        tally: counts of the records of this batch, including records left out since the last one.
-        lost: number of tokens that each document lost to truncation; empty if no document lost any.
-        labels: labels found so far in these pieces; the column ``labels`` holds indices into them.
+        characters: approximate number of characters or bytes read for these documents.
+        tally: counts of the records of this batch, including records left out since the last batch.
+        lost: number of tokens that each document lost to truncation; empty if no document lost tokens.
+        labels: labels found so far by this call of :meth:`Encoder.encode`; the column ``labels`` has their indices.
     """
 
     ids: Sequence[Ids]
@@ -84,9 +85,9 @@ class Encoder(Protocol):
 
     Attributes:
         vocab_size: largest token id plus 1.
-        columns: dtype of each column of values per token: ``weights``, whether the token is learned; ``labels``, an
-            index into :attr:`Encoded.labels` or -100; ``scales``, the loss weight of a learned token, which is stored
-            only if some weight is not 1.
+        columns: dtype of each column of values per token. ``weights``: whether the token is learned; ``labels``: an
+            index into :attr:`Encoded.labels`, or -100; ``scales``: the loss weight of a learned token, stored only if
+            some weight is not 1.
     """
 
     vocab_size: int
@@ -102,7 +103,7 @@ class Encoder(Protocol):
 
         Args:
             tokenizer: tokenizer of the texts.
-            file: its ``tokenizer.json``, if it has one.
+            file: ``tokenizer.json`` of the tokenizer, if it has such a file.
             settings: settings of this encoder, as plain data.
         """
         ...
@@ -141,14 +142,14 @@ class TextEncoder:
         return cls(tokenizer, Limit(**settings) if settings else None)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
-        """Encode texts that are not empty."""
+        """Encode the texts of pieces of a corpus; empty texts are left out."""
         texts = ((text, piece.file.name) for piece in pieces for text in texts_of(piece, reject))
         for batch in _batches((text, name) for text, name in texts if text.strip()):
             whole = [self._tokenizer.ended(ids) for ids in self._tokenizer.encode([text for text, _ in batch])]
             yield self._fitted(whole, batch)
 
     def _fitted(self, whole: Sequence[Ids], batch: Sequence[tuple[str, str]]) -> Encoded:
-        """Documents truncated or dropped according to the limit."""
+        """Truncate or drop the documents of a batch according to the token limit."""
         characters = sum(len(text) for text, _ in batch)
         spelled = [found for text, _ in batch if (found := self._tokenizer.spelled([text]))]
         spelling = spelled[0] if spelled else ""
@@ -176,8 +177,8 @@ def encode_samples(
     Args:
         pieces: pieces of the files.
         reject: called for each malformed record.
-        encode: makes a sample of a record, or a ``Dropped`` for a well-formed record to leave out; raises a DataError
-            that begins with the record's place for a malformed record.
+        encode: function that makes a sample of a record, or a ``Dropped`` for a well-formed record to leave out; for a
+            malformed record it raises a DataError that begins with file and line of the record.
     """
     samples: list[Sample] = []
     tally = Tally()
@@ -200,7 +201,7 @@ def encode_samples(
 
 
 def _tallied(sample: Sample | Dropped) -> Tally:
-    """Counts of one record."""
+    """Tally of a single encoded record."""
     if isinstance(sample, Dropped):
         return Tally(records=1, longest=sample.longest, dropped=1, needed=sample.needed)
     longest = max(len(ids) + lost for ids, lost in zip(sample.ids, sample.lost, strict=True))

@@ -1,4 +1,4 @@
-"""Encoding of a dataset's records, chosen by its config, as plain data."""
+"""Choice of the encoder for a dataset's records, and its settings as plain data, which worker processes receive."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Encoding:
         encoder: name of the encoder, see :data:`ENCODERS`.
         settings: settings of the encoder's ``load``, as plain data.
         columns: names of the columns of values per token.
-        texts: names of the documents of a sample, if it has several.
-        words: names for messages about the records.
-        targets: whether tokens are predicted; then the last token of a document is a target only, not an input.
+        texts: names of the documents of a sample, if a sample has several documents.
+        words: terms for the records in messages.
+        targets: whether tokens are predicted; the last token of a document is then only a target, not an input.
     """
 
     encoder: str
@@ -113,7 +113,7 @@ def no_inputs_of(encoding: Encoding, inputs: TextInputs, adds_end: bool) -> int:
 
     Args:
         encoding: encoding of the records.
-        inputs: tokens of a text that are inputs.
+        inputs: which tokens of a text the model gets as inputs, see :data:`~d9d_core.data.TextInputs`.
         adds_end: whether the tokenizer itself adds the end of text.
 
     Raises:
@@ -144,10 +144,10 @@ _CUT_ALIKE = {
 
 
 def check_cut(encoding: Encoding, inputs: TextInputs, limit: Limit | None, cut: int) -> None:
-    """Raise if texts are truncated differently from the texts that a head was trained with.
+    """Raise if this dataset truncates texts in another way than the dataset with which a head was trained.
 
     Raises:
-        DataError: they are.
+        DataError: some texts are truncated, and the two ways differ.
     """
     if inputs == "own" or not cut:
         return

@@ -1,7 +1,7 @@
 """Fit of records into samples: the treatment of records that are too long, and counts of lost tokens and records.
 
-All datasets over a corpus count their losses here, in the encoder or in the stream that truncates documents, so that
-every loss is in the facts of the stream and in one line at each start.
+All datasets over a corpus count lost tokens and records by this module, in the encoder or in the stream that truncates
+documents. The facts of the stream and a line at each start state the counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOLERATED = 0.01
 
 
 class TooLongError(DataError):
-    """Record longer than the limit under ``too_long: error``; ``malformed: skip`` does not skip it."""
+    """A record is longer than the limit under ``too_long: error``; ``malformed: skip`` does not skip such records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Limit:
     """Token limit of a text, and the treatment of longer texts.
 
     Attributes:
-        longest: most tokens.
+        longest: maximum number of tokens.
         too_long: treatment of longer texts.
     """
 
@@ -35,7 +35,7 @@ class Limit:
     too_long: Policy = "cut_end"
 
     def kept(self, count: int, where: str) -> slice | None:
-        """Slice of the tokens to keep of a text with ``count`` tokens; ``None`` to leave out its record.
+        """Slice of the tokens to keep of a text with ``count`` tokens; ``None`` if its record must be left out.
 
         Args:
             count: number of tokens of the text.
@@ -66,12 +66,12 @@ class Tally:
         cut: number of records that lost tokens.
         incomplete: number of records that lost tokens to learn.
         dropped: number of records left out because they are too long or have no token to learn.
-        needed: smallest sequence limit, in tokens, that gives one of the dropped records a token to learn; 0 if none
-            would.
+        needed: smallest limit, in tokens, at which one of the dropped records has a token to learn; 0 if no limit
+            suffices.
         spelled: number of records with a text that spells a special token.
-        spelling: first of these special tokens.
+        spelling: the first special token that a text spells.
         parsed: number of records with tool arguments that are JSON strings.
-        stops: special token -> number of records whose last learned token it is.
+        stops: for each special token, the number of records whose last learned token it is.
     """
 
     records: int = 0
@@ -86,7 +86,7 @@ class Tally:
     stops: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Tally) -> Tally:
-        """Counts over the records of both tallies."""
+        """Add the counts of two tallies."""
         numbers = ("records", "cut", "incomplete", "dropped", "spelled", "parsed")
         stops = [(name, count) for tally in (self, other) for name, count in tally.stops.items()]
         return Tally(
@@ -108,17 +108,18 @@ class Tally:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Tally of a JSON object made by :meth:`written`."""
+        """Make a tally from a JSON object made by :meth:`written`."""
         return cls(**value)
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Names for messages about a dataset's records.
+    """Terms for a dataset's records in messages.
 
     Attributes:
         plural: name of the records, in the plural.
-        lost: loss of a record that lost tokens to learn, after "in 3 "; empty if the number of lost tokens says all.
+        lost: end of the message "in 3 ..." about records that lost tokens to learn; empty if the number of lost tokens
+            is enough information.
     """
 
     plural: str
@@ -132,12 +133,12 @@ NONE = Tally()
 
 
 def losses(tally: Tally, limit: Limit, words: Words) -> Iterator[str]:
-    """Yield lines about the records of a corpus that are truncated or left out; none if every record is whole.
+    """Yield lines about the records of a corpus that are truncated or left out; no line if all records are complete.
 
     Args:
-        tally: counts.
+        tally: counts of the corpus.
         limit: token limit of a text.
-        words: names for the dataset's records.
+        words: terms for the dataset's records.
     """
     plural, most = words.plural, f"{limit.longest:,} tokens"
     if tally.cut:
@@ -150,11 +151,11 @@ def losses(tally: Tally, limit: Limit, words: Words) -> Iterator[str]:
 
 
 def readings(tally: Tally, words: Words, special_tokens: Literal["text", "token"]) -> Iterator[str]:
-    """Yield lines about records that can be read in two ways.
+    """Yield lines about records that can be read in two ways: with spelled special tokens, or arguments as strings.
 
     Args:
-        tally: counts.
-        words: names for the dataset's records.
+        tally: counts of the corpus.
+        words: terms for the dataset's records.
         special_tokens: treatment of special tokens spelled in texts.
     """
     of = f"of {tally.records:,} {words.plural}"
@@ -172,7 +173,7 @@ def readings(tally: Tally, words: Words, special_tokens: Literal["text", "token"
 
 
 def stops(tally: Tally, words: Words) -> str:
-    """Line about the special tokens at the end of the learned text; a warning if no record has one."""
+    """Line about the special tokens that end the learned text of records; a warning if no record ends with one."""
     samples = tally.records - tally.dropped
     found = f"stop token learned in {tally.stopped:,} of {samples:,} {words.plural}"
     if not tally.stopped:
@@ -190,7 +191,7 @@ def _weighed(line: str, count: int, records: int) -> str:
 
 
 def nothing_left(tally: Tally, limit: Limit, words: Words) -> DataError:
-    """Error about a corpus whose records are all left out."""
+    """Make the error for a corpus whose records are all left out."""
     plural = words.plural
     if limit.too_long == "drop" or not tally.needed:
         reason = f"all {tally.dropped:,} {plural} are too long for {limit.longest:,} tokens, or have no token to learn"

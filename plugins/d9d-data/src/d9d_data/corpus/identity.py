@@ -1,7 +1,8 @@
 """Identity of a corpus: equal identities mean equal documents, so that prepared data can be used again.
 
 Corpora up to :data:`SMALL_CORPUS` bytes are hashed as a whole. For larger corpora, the identity of a file is its size,
-modification time and a sample of its bytes: little is read at a start, but copies with other times are prepared again.
+modification time and a sample of its bytes: a start then reads little, but a copy of the files with other modification
+times is prepared again.
 """
 
 from __future__ import annotations

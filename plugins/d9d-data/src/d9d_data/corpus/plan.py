@@ -1,4 +1,6 @@
-"""Plan of the work on a corpus: shards of about equal size, each tokenised alone and kept if the process dies."""
+"""Plan of the work on a corpus: shards of about equal size, which are tokenised separately.
+
+Finished shards are kept if the process dies."""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class Shard:
     """Consecutive pieces of a corpus that are tokenised together.
 
     Attributes:
-        name: identifier of the shard among all plans for one corpus; letters, digits and dashes only.
+        name: identifier of the shard, unique among all plans for one corpus; letters, digits and dashes only.
         pieces: pieces to read, in order.
         size: approximate number of bytes to read.
     """
@@ -44,7 +46,7 @@ def plan_shards(files: Sequence[Piece], shard_bytes: int | None = None) -> list[
 
     Args:
         files: the files, in order.
-        shard_bytes: least bytes of a shard except the last.
+        shard_bytes: minimum bytes of a shard, except for the last shard.
 
     Raises:
         DataError: a file cannot be read.

@@ -1,7 +1,7 @@
 """Pool of worker processes that tokenise shards.
 
-They are started as separate programs rather than with ``multiprocessing``, which would run a script without
-``if __name__ == "__main__":`` again in each worker.
+The processes are started as separate programs rather than with ``multiprocessing``, which would run a user's script
+without ``if __name__ == "__main__":`` again in each worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tokenise_in_processes(setup: Setup, shards: Sequence[Shard], workers: int, a
         advance: called from several threads with the approximate number of bytes read since the last call.
 
     Raises:
-        DataError: a file cannot be read or a document is malformed; the error of the first such shard.
+        DataError: a file cannot be read or a document is malformed; raised for the first shard with such an error.
         TrainingError: a worker process died.
     """
     processes = [_start(workers) for _ in range(workers)]

@@ -40,12 +40,12 @@ from d9d_data.tokenizer.of_model import with_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Treatment of document ends by a stream.
+    """Rules by which a stream treats the last tokens of documents.
 
     Attributes:
         no_inputs: number of tokens at the end of a document that are not inputs.
         keep: whether truncation keeps the last input of a document.
-        from_end: whether truncation removes the beginning.
+        from_end: whether truncation removes tokens from the beginning of a document.
     """
 
     no_inputs: int = 0
@@ -70,16 +70,16 @@ class Corpus:
         tokens: token ids [N], memory-mapped.
         starts: index of the first token of each document, then N: [D + 1], memory-mapped.
         vocab_size: largest token id plus 1.
-        tokenizer: description of the tokenizer, for people.
+        tokenizer: description of the tokenizer for messages.
         unigram_entropy: entropy in nats per token of the train split's token frequencies: the loss of a model that
             knows only the frequencies.
         digest: identifier of tokens and boundaries.
         assets: directory with the tokenizer's files; ``None`` if they are the pretrained model's, which an export
             copies anyway.
         skipped: number of malformed records left out, over both splits.
-        weights: bool [N], whether each token is learned, memory-mapped; ``None`` if all are.
+        weights: bool [N], whether each token is learned, memory-mapped; ``None`` if all tokens are learned.
         learned: number of learned tokens, if there are weights.
-        first_skipped: place of the first malformed record, and its problem.
+        first_skipped: file and line of the first malformed record, and its problem.
         tally: counts of the records of both splits.
         encoding: encoding of the records.
         labels: int32 [N], class of each token or -100, memory-mapped; the label of a text is at its first token.
@@ -87,13 +87,13 @@ class Corpus:
         num_classes: number of classes.
         label_names: names of the classes, if they have names.
         lost: int64 [D], number of tokens that each document lost to truncation when it was prepared, memory-mapped;
-            ``None`` if no document lost any.
-        limit: token limit of a document, applied by the stream; ``None`` if it reads whole documents.
+            ``None`` if no document lost tokens.
+            limit: token limit of a document, applied by the stream; ``None`` if the stream reads whole documents.
         ends: treatment of document ends.
         predicts: whether a stream gives targets; otherwise it gives only inputs.
         stop_token_ids: special tokens at the end of the learned text, the most frequent first, if not all tokens are
             learned.
-        scales: float32 [N], loss weight of each learned token, memory-mapped; ``None`` if all are 1.
+        scales: float32 [N], loss weight of each learned token, memory-mapped; ``None`` if all weights are 1.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -121,7 +121,7 @@ class Corpus:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Names of the consecutive documents that form one sample, if a sample has several."""
+        """Names of the consecutive documents that form one sample, if a sample has several documents."""
         return self.encoding.texts
 
     @property
@@ -135,7 +135,7 @@ class Corpus:
         return (len(self.starts) - 1) // self.documents_per_sample
 
     def documents_of(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Document indices of samples [B]: [B * documents_per_sample], grouped by sample."""
+        """Indices of the documents of samples [B], grouped by sample: [B * documents_per_sample]."""
         together = np.arange(self.documents_per_sample)
         return (samples[:, None] * self.documents_per_sample + together).reshape(-1)
 
@@ -148,7 +148,7 @@ class Corpus:
         return lost
 
     def losses(self) -> Tally:
-        """Counts of truncated and dropped records: of this split if the stream truncates, else of both splits."""
+        """Counts of truncated and dropped records, for this split if the stream truncates, else for both splits."""
         if self.limit is None or self.tally.cut:
             return self.tally
         lengths = np.diff(self.starts)
@@ -167,7 +167,7 @@ class Corpus:
         return _rebuilt, tuple(_Mapped(Path(str(v.filename))) if isinstance(v, np.memmap) else v for v in values)
 
     def save_assets(self, directory: Path) -> None:
-        """Copy the tokenizer's files."""
+        """Copy the tokenizer's files to the directory of an export."""
         if self.assets is None:
             return
         directory.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """Name of the file of a memory-mapped array, as pickled."""
+    """File name that is pickled in place of a memory-mapped array."""
 
     file: Path
 
@@ -216,7 +216,7 @@ def _read_limit(config: PreparedConfig, one_pass: bool) -> Limit | None:
 
 
 def _lines(corpus: Corpus, config: PreparedConfig) -> Iterator[str]:
-    """Yield lines about records that the corpus lacks or truncates, and about its reading of ambiguous records."""
+    """Yield lines about records that were left out or truncated, and about records that can be read in two ways."""
     encoding = corpus.encoding
     if corpus.skipped:
         yield f"left out {corpus.skipped:,} malformed {encoding.plural}; the first: {corpus.first_skipped}"
@@ -241,7 +241,7 @@ def prepare(
         cache_dir: directory of prepared data.
         note: function that prints a line.
         one_pass: whether the stream makes a single pass, in which some streams read less of each document.
-        inputs: tokens of a text that are inputs.
+        inputs: which tokens of a text the model gets as inputs, see :data:`~d9d_core.data.TextInputs`.
 
     Raises:
         DataError: sources, tokenizer or cache directory are unusable, there is no text, or the split has no document.
@@ -264,7 +264,7 @@ def prepare(
 
 
 def _found(config: C, cache_dir: Path, note: Callable[[str], None]) -> tuple[Corpus, bool, int]:
-    """Corpus of a config, whether its tokenizer adds an end of text, and the number of tokens it adds after a text."""
+    """Corpus of a config, whether its tokenizer adds an end of text, and the number of tokens added after a text."""
     encoding = encoding_of(config)
     files = find_files(config.sources, note)
     pieces = [Piece(file, _field_of(config, file)) for file in files]
@@ -311,7 +311,7 @@ def _field_of(config: PreparedConfig, file: SourceFile) -> str | None:
 
 
 def _amount(files: Sequence[SourceFile]) -> str:
-    """Number of documents for notes; the number of files if their documents are not counted yet."""
+    """Number of documents, for printed lines; the number of files if the documents are not counted yet."""
     kind = "document" if all(file.format == "text" for file in files) else "file"
     return f"{len(files):,} {kind}{'' if len(files) == 1 else 's'}"
 

@@ -1,4 +1,7 @@
-"""Shards of a corpus as token files: complete or absent, so that work continues after a killed process.
+"""Shards of a corpus as directories of token files.
+
+A directory is complete or absent, so a restarted process continues with the shards that a killed process had not
+finished.
 
 Layout of a shard's directory: ``tokens.npy`` (uint16 or uint32 [N], every document followed by its end-of-text token),
 ``lengths.npy`` (int64 [D], number of tokens of each document), ``lost.npy`` (int64 [D], number of tokens that each
@@ -38,7 +41,7 @@ class FinishedShard:
         lengths: int64 [D], number of tokens of each document.
         lost: int64 [D], number of tokens that each document lost to truncation.
         columns: values per token by column, [N] each.
-        tally: counts of its records.
+        tally: counts of the shard's records.
         facts: counts of malformed records, and the list of labels.
     """
 
@@ -51,7 +54,7 @@ class FinishedShard:
 
 
 class Skips:
-    """Counter of malformed records, which keeps the problem of the first."""
+    """Counter of malformed records, which keeps the problem of the first malformed record."""
 
     def __init__(self) -> None:
         self.count = 0

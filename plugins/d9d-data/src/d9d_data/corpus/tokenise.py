@@ -3,8 +3,8 @@
 Layout of the directory: ``facts.json``, ``tokenizer/``, and for each split ``<split>.tokens.npy`` (uint16 or uint32
 [N], every text followed by its end-of-text token), ``<split>.starts.npy`` (int64 [D + 1], index of each document's
 first token, then N) and a file for each of the encoder's columns, such as ``<split>.weights.npy`` (bool [N]). There is
-a file of ``scales`` only if one is not 1, and ``<split>.lost.npy`` (int64 [D], number of tokens that each document lost
-to truncation) only if a document lost any.
+a file of ``scales`` only if some loss weight is not 1, and ``<split>.lost.npy`` (int64 [D], number of tokens that each
+document lost to truncation) only if some document lost tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
 
     Returns:
         The facts: ``vocab_size``, a description of the ``tokenizer``, ``unigram_entropy`` of the train split in nats
-        per token, the number of ``skipped`` malformed records and the problem of the first of them.
+        per token, the number of ``skipped`` malformed records and the problem of the first malformed record.
 
     Raises:
         DataError: a file cannot be read, the tokenizer is invalid, there is no text, or a split has no document.
@@ -86,7 +86,7 @@ def _train_tokenizer(config: PreparedConfig, shards: Sequence[Shard], work: Path
 
 
 def _silent(_text: str) -> None:
-    """Drop a note."""
+    """Ignore a line that would be printed."""
 
 
 def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject) -> Iterator[str]:
@@ -225,7 +225,7 @@ def _classes(encoder: Encoder, shards: Sequence[Shard], encoding: Encoding, work
 
 
 def _chunks(lengths: npt.NDArray[np.int64]) -> Iterator[tuple[slice, npt.NDArray[np.int64]]]:
-    """Yield slices of tokens and the documents' lengths: at most _CHUNK_TOKENS, or one longer document."""
+    """Yield slices of tokens with the lengths of their documents: at most _CHUNK_TOKENS, or one document."""
     begin = 0
     for block_begin in range(0, len(lengths), _CHUNK_DOCUMENTS):
         block = lengths[block_begin : block_begin + _CHUNK_DOCUMENTS]
@@ -261,14 +261,14 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
 
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress bar on standard error while the block runs; none if standard error is not a terminal.
+    """Show a progress bar on standard error while the ``with`` block runs, if standard error is a terminal.
 
     Args:
         label: text next to the bar.
         total: amount of work.
 
     Yields:
-        A function to call with the amount done since the last call.
+        A function to call with the amount of work done since its last call.
     """
     if not sys.stderr.isatty():
         yield lambda _amount: None

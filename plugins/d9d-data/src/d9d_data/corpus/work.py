@@ -19,14 +19,14 @@ _LOCK = "lock"
 def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]) -> Iterator[Path]:
     """Work directory of a corpus: finished shards of ``root/key``, locked by one process of this machine at a time.
 
-    Where files cannot be locked, each process has its own directory, and no work is kept after a kill.
+    On file systems without locks, each process has its own directory, and the work of a killed process is lost.
 
     Args:
         root: directory of the cache; created if missing.
         key: identifier of the content.
         keep: whether the directory stays if the block raises. It always stays if the process is killed, and is removed
             a day after its last use.
-        note: called with a line about waiting.
+        note: function that prints a line if this process waits.
 
     Raises:
         DataError: ``root`` cannot be written.

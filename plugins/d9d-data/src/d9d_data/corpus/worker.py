@@ -1,7 +1,7 @@
 """Worker process that tokenises shards: ``python -m d9d_data.corpus.worker``, started by :mod:`d9d_data.corpus.pool`.
 
-The worker reads lines of JSON: first a :class:`Setup`, then shards. It answers each shard with lines: ``{"read":
-bytes}`` now and then, and at the end ``{"done": true}`` or ``{"error": text}``.
+The worker reads lines of JSON: first a :class:`Setup`, then shards. It answers each shard with lines of JSON:
+``{"read": bytes}`` to report progress, and at the end ``{"done": true}`` or ``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def serve(lines: TextIO, answers: TextIO) -> None:
     """Serve as a worker process: tokenise shards until ``lines`` ends.
 
     Args:
-        lines: the setup, then shards.
-        answers: progress and results.
+        lines: requests, as lines of JSON: the setup, then shards.
+        answers: file to which progress and results are written.
     """
 
     def answer(**values: Any) -> None:

@@ -12,7 +12,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 class DatasetConfig(PluginConfig):
-    """Map-style dataset of PyTorch or Hugging Face, made by a function of yours."""
+    """Map-style dataset of PyTorch or Hugging Face, made by a function of the user."""
 
     name: Literal["dataset"] = "dataset"
     """Selects the plugin."""

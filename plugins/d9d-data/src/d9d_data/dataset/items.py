@@ -51,7 +51,7 @@ class Items:
         """Read an item as arrays.
 
         Raises:
-            DataError: it cannot be read, is not a mapping of numbers, or has other fields than item 0.
+            DataError: the item cannot be read, is not a mapping of numbers, or has other fields than item 0.
         """
         item = self._read(index)
         if item.keys() != self._first.keys():
@@ -79,7 +79,7 @@ class Items:
                 )
 
     def sizes(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Sizes for sorting items, float64 [len(indices)]."""
+        """Sizes of the items at ``indices``, by which they are sorted; float64 [len(indices)]."""
         own = getattr(self.dataset, "sort_key", None)
         if own is None:
             name = next(iter(self.config.padding))
@@ -145,7 +145,7 @@ class Items:
         return {str(name): _array(value, f"{where}: field '{name}'") for name, value in item.items()}
 
     def _asked(self, read: Callable[[], Any], what: str) -> Any:
-        """Read from the user's dataset; a failure becomes an error that names its function."""
+        """Call ``read``; an exception of the user's dataset becomes an error that names the user's function."""
         try:
             return read()
         except FOREIGN_FAILURES as failure:
@@ -195,7 +195,7 @@ def _length(config: DatasetConfig, dataset: Any) -> int:
 
 
 def _array(value: Any, where: str) -> npt.NDArray[Any]:
-    """Array of a value: lists of whole numbers become int64, other lists float32; arrays and tensors keep theirs."""
+    """Array of a value: lists of whole numbers become int64, other lists float32; arrays and tensors keep dtypes."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
@@ -205,7 +205,7 @@ def _array(value: Any, where: str) -> npt.NDArray[Any]:
         raise DataError(f"{where} is not an array: {error}; give lists of equal lengths") from error
     if array.dtype.kind not in "biuf":
         kind = type(value).__name__
-        raise DataError(f"{where} is a {kind} of {array.dtype}, not of numbers; leave it out, or turn it into numbers")
+        raise DataError(f"{where} is a {kind} of {array.dtype}, not of numbers; omit the field, or give numbers")
     if not isinstance(value, np.ndarray | np.generic):
         narrow = {"i": np.int64, "u": np.int64, "f": np.float32, "b": np.bool_}
         # An empty list has no dtype; most lists hold token ids.

@@ -30,7 +30,7 @@ def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream 
     """Make a map-style dataset with the user's function, and open its stream.
 
     Raises:
-        DataError: the function, the dataset or the sizes of its items are unusable.
+        DataError: the function fails, or the dataset or the sizes of its items are invalid.
     """
     items = Items(config)
     if not context.one_pass:
@@ -73,7 +73,7 @@ class ItemSamples:
 
 
 def _described(items: Items) -> str:
-    """Identity of a dataset: function, arguments and, if it has one, its fingerprint. The items are not part of it."""
+    """Identity of a dataset: its function, arguments and, if present, fingerprint, but not its items."""
     own = getattr(items.dataset, "fingerprint", None)
     config = items.config
     return json.dumps([config.build, config.arguments, own if isinstance(own, str) else None], default=str)
@@ -86,10 +86,11 @@ def _facts_of(items: Items) -> dict[str, Any]:
 
 
 class DatasetStream(PackStream):
-    """Stream of a map-style dataset; each item is a sample. A pack is the next ``batch_size`` of a global order.
+    """Stream of a map-style dataset, each item of which is a sample.
 
-    Without buckets, rank r of R takes the r-th of R equal runs of the pack. With buckets, the samples of a pack are
-    dealt to the ranks in order of size, so that the n-th microbatches of all ranks have similar sizes.
+    A pack, the samples of one step, has the next ``batch_size`` samples of a global order. Without buckets, rank r of R
+    takes the r-th of R equal runs of the pack. With buckets, the samples of a pack are dealt to the ranks in order of
+    size, so that the n-th microbatches of all ranks have similar sizes.
 
     Args:
         config: config of the dataset.
@@ -97,7 +98,7 @@ class DatasetStream(PackStream):
         items: items of the dataset.
 
     Raises:
-        DataError: an item or the sizes are unusable.
+        DataError: an item cannot be used, or the sizes of the items are unknown.
     """
 
     tokenisation = None
@@ -128,7 +129,7 @@ class DatasetStream(PackStream):
 
 @dataclass(frozen=True, slots=True)
 class DatasetPacks:
-    """Source of one rank's share of any pack of a map-style dataset; see :class:`DatasetStream`.
+    """Source of one rank's share of any pack (samples of a step) of a map-style dataset; see :class:`DatasetStream`.
 
     Attributes:
         items: items of the dataset.
@@ -143,7 +144,7 @@ class DatasetPacks:
     window: int | None
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of items, arrays [B, ...]."""
+        """Microbatches of a pack: mappings of field names to arrays [B, ...]."""
         layout = self.layout
         if self.window is None:
             mine = self.order.take(consumed + layout.rank * layout.share, layout.share)
@@ -155,9 +156,10 @@ class DatasetPacks:
         ]
 
     def _sorted_pack(self, consumed: int, window: int) -> Int64:
-        """Samples of a pack, of similar size; at an epoch's end, the remaining samples sorted by size.
+        """Samples of a pack, of similar size, from the sorted window of samples to which the pack belongs.
 
-        Windows begin with the first pack that begins in an epoch; a pack across the epoch's end is only sorted.
+        Windows begin with the first pack that begins in an epoch, and the last window of an epoch may have fewer packs.
+        The samples of a pack across the end of an epoch are only sorted by size.
         """
         size, samples = self.layout.batch_size, self.order.samples
         epoch, place = divmod(consumed, samples)
@@ -186,7 +188,7 @@ def _check_window(config: DatasetConfig, items: Items, batch_size: int) -> None:
         )
     if batch_size > len(items):
         raise DataError(
-            f"batch.size: a batch of {batch_size} samples is larger than the {len(items)} items; use at most that many"
+            f"batch.size: a batch of {batch_size} samples is larger than the {len(items)} items; lower batch.size"
         )
     _check_sizes(config, items)
 

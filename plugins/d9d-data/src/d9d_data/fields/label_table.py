@@ -39,8 +39,8 @@ class LabelTable:
         """Check a record's value, and return it as a label.
 
         Args:
-            value: a name, a number, or -100 for none.
-            where: place of the value, for error messages.
+            value: a name, a number, or -100 for no label.
+            where: name of the value in error messages.
 
         Raises:
             DataError: the value is not a label, or not one of the listed classes.
@@ -80,7 +80,7 @@ class Classes:
     Names get ids in sorted order. If all labels are numbers, also as strings of CSV files, the numbers are the ids.
 
     Args:
-        tables: labels of each shard, in the order of their ids there.
+        tables: labels of each shard, in the order of their ids in the shard.
         listed: names of the classes, if a config lists them; then all tables use the ids of this list.
 
     Raises:

@@ -38,7 +38,7 @@ class LabelledEncoder:
         pair: field of a second text, which the tokenizer joins to the first; ``None`` if there is none.
         label: field of the label, or of the list of labels; ``None`` for the usual names.
         names: names of the classes; ``None`` to collect them from the data.
-        longest: most tokens of a sample, including the tokenizer's special tokens, which truncation keeps.
+        longest: maximum number of tokens of a sample, including the tokenizer's special tokens, which truncation keeps.
         too_long: treatment of longer samples.
     """
 
@@ -71,7 +71,7 @@ class LabelledEncoder:
 
         Args:
             tokenizer: tokenizer of the texts.
-            file: its ``tokenizer.json``, if it has one.
+            file: ``tokenizer.json`` of the tokenizer, if it has such a file.
             settings: the other arguments of the class.
         """
         return cls(tokenizer, **settings)
@@ -137,7 +137,7 @@ class LabelledEncoder:
         return _sample(encoding, labels, lost, self._tokenizer.spelled(words), incomplete=lost > 0 and missing > 0)
 
     def _encoded(self, where: str, text: str, pair: str | None) -> tuple[tokenizers.Encoding | None, int]:
-        """Encoding of a text and the number of tokens lost to truncation; to drop it, ``None`` and its token count.
+        """Encoding of a text, and the number of lost tokens; for a dropped text, ``None`` and its number of tokens.
 
         Raises:
             TooLongError: the text is too long, and ``too_long`` is ``error``.
@@ -169,7 +169,7 @@ def _sample(
 
 
 def _without(record: Record, what: str, field: str) -> DataError:
-    """Error about a record whose field is missing or of the wrong type."""
+    """Make the error about a record whose field is missing or of the wrong type."""
     has = ", ".join(str(name)[:40] for name in list(record.values)[:20]) or "none"
     found = value_of(record, field)
     there = f"; it is a {type(found).__name__} there" if found is not None and not isinstance(found, str) else ""

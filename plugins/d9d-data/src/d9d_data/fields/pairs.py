@@ -1,4 +1,4 @@
-"""Encoder of queries with relevant documents and with irrelevant ones (negatives)."""
+"""Encoder of queries with relevant documents and irrelevant documents (negatives)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PairsEncoder:
         negatives: number of negatives, n, the same for all records.
         query_prefix: text before each query.
         document_prefix: text before each document.
-        longest: most tokens of a text, including its end-of-text token, which truncation keeps.
+        longest: maximum number of tokens of a text, including its end-of-text token, which truncation keeps.
         too_long: treatment of longer texts.
     """
 
@@ -62,7 +62,7 @@ class PairsEncoder:
 
         Args:
             tokenizer: tokenizer of the texts.
-            file: its ``tokenizer.json``, if it has one.
+            file: ``tokenizer.json`` of the tokenizer, if it has such a file.
             settings: the other arguments of the class.
         """
         return cls(tokenizer, **settings)
@@ -97,7 +97,7 @@ class PairsEncoder:
         return Sample(ids, {}, lost, spelling=self._tokenizer.spelled(prefixed))
 
     def _negatives_of(self, record: Record) -> dict[str, Any]:
-        """Negatives of a record, by their names in error messages."""
+        """Texts of the negatives of a record, by the names that error messages use."""
         choices = _NEGATIVES if self._negative is None else (self._negative,)
         field = field_of(record, choices)
         found = value_of(record, field)

@@ -1,1 +1,1 @@
-"""Pieces of data pipelines that can be used alone: sharding, bucketing, padding, pooling masks, packs of fixed size."""
+"""Components for other data loaders: sharding, bucketing, padding, pooling masks, packing to fixed size."""

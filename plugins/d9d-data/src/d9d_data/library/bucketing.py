@@ -43,7 +43,7 @@ class BufferSortedDataset(Dataset[Any]):
 
     def __init__(self, dataset: HasSortKey, buffer_size: int, pack_size: int, seed: int | None = 0) -> None:
         if pack_size < 1 or buffer_size < 1 or buffer_size % pack_size:
-            raise ValueError(f"a buffer of {buffer_size} items cannot be cut into packs of {pack_size}")
+            raise ValueError(f"a buffer of {buffer_size} items cannot be cut into packs of {pack_size}; use a multiple")
         self._dataset = dataset
         self._buffer_size = buffer_size
         self._pack_size = pack_size
@@ -58,10 +58,10 @@ class BufferSortedDataset(Dataset[Any]):
         return self._dataset.sort_key(self.place_of(index))
 
     def place_of(self, index: int) -> int:
-        """Original index of the item at a new index.
+        """Index in the original dataset of the item at a new index.
 
         Raises:
-            IndexError: there are fewer items.
+            IndexError: the index is not below the number of items.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of a dataset of {len(self)}")
@@ -78,7 +78,7 @@ class BufferSortedDataset(Dataset[Any]):
         """Item at a new index.
 
         Raises:
-            IndexError: there are fewer items.
+            IndexError: the index is not below the number of items.
         """
         return self._dataset[self.place_of(index)]
 
@@ -92,7 +92,7 @@ def sorted_packs(keys: npt.NDArray[Any], pack_size: int, key: str | None) -> Int
         key: seed for the order of the full packs; ``None`` keeps them sorted.
 
     Returns:
-        Index of the item at each place, [W].
+        Permutation: the index of the item at each new position, [W].
     """
     order = np.argsort(keys, kind="stable").astype(np.int64)
     packs = len(order) // pack_size

@@ -23,7 +23,7 @@ class FixedCountPacker(Generic[M]):
 
     def __init__(self, loader: Iterable[M], count: int, drop_last: bool = True) -> None:
         if count < 1:
-            raise ValueError(f"a pack of {count} microbatches; use at least 1")
+            raise ValueError(f"a pack cannot have {count} microbatches; use at least 1")
         self._loader = loader
         self._count = count
         self._drop_last = drop_last

@@ -37,7 +37,7 @@ def pad_stack(
         if item.ndim != 1:
             raise ValueError(f"tensor {index} has shape {list(item.shape)}; only tensors of one dim can be padded")
         if item.dtype != items[0].dtype:
-            raise ValueError(f"tensor {index} has dtype {item.dtype}, tensor 0 {items[0].dtype}")
+            raise ValueError(f"tensor {index} has dtype {item.dtype}, but tensor 0 has {items[0].dtype}")
     longest = -(-max(len(item) for item in items) // multiple) * multiple
     stacked = torch.full((len(items), longest), value, dtype=items[0].dtype, device=items[0].device)
     for row, item in zip(stacked, items, strict=True):

@@ -19,7 +19,7 @@ def pooling_mask(attention_mask: Tensor, pool: Literal["first", "last", "all"]) 
         pool: positions to pool.
 
     Returns:
-        [B, S] in the mask's dtype, 1 or true at pooled positions; none in a sequence without tokens.
+        [B, S] in the mask's dtype, 1 or true at pooled positions; all 0 or false in a sequence without tokens.
 
     Raises:
         ValueError: the mask has another number of dims, or ``pool`` is unknown.

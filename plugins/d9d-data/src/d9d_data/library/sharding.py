@@ -20,7 +20,7 @@ class MapDataset(Sized, Protocol[T_co]):
 
 
 class ShardedDataset(Dataset[Any]):
-    """One shard of a map-style dataset. Shards share no item, unless ``pad_to_equal_size`` repeats the last one.
+    """One shard of a map-style dataset. Shards share no item, unless ``pad_to_equal_size`` repeats the last item.
 
     Args:
         dataset: dataset to divide.
@@ -62,7 +62,7 @@ class ShardedDataset(Dataset[Any]):
         mode: Literal["sequential", "chunked"] = "sequential",
         pad_to_equal_size: bool = False,
     ) -> Self:
-        """Shard for this data-parallel rank of a job."""
+        """Make the shard for this data-parallel rank of a job."""
         return cls(dataset, context.ranks, context.rank, mode, pad_to_equal_size)
 
     def __len__(self) -> int:

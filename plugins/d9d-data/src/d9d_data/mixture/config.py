@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 
 class MixturePart(Section):
-    """Part of a mixture."""
+    """Part of a mixture: a dataset with its weight and its number of epochs."""
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Share of the samples, relative to the weights of the other parts."""
@@ -39,7 +39,7 @@ class MixtureConfig(PluginConfig):
 
     @property
     def sample_lengths(self) -> SampleLengths | None:
-        """Microbatch lengths of mixed samples; ``None`` if the lengths of a part are unknown."""
+        """Possible sample lengths of a mixed microbatch; ``None`` if the lengths of a part are unknown."""
         found = [lengths for part in self.parts if (lengths := sample_lengths(part.data)) is not None]
         if len(found) < len(self.parts) or len({lengths.texts for lengths in found}) > 1:
             return None

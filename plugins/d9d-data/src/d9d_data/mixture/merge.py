@@ -18,10 +18,10 @@ LENGTHS = "lengths"
 
 
 def merge(samples: Sequence[Sample], fill: Mapping[str, float] | None = None) -> Sample:
-    """Merge samples into a microbatch; pad each tensor to the longest.
+    """Merge samples into a microbatch; pad each array to the length of the longest sample.
 
     The padding is a separate document at the end of a sample, with its own positions and without targets or labels. A
-    sample that already ends in padding gets more of the same.
+    sample that already ends in padding gets a longer padding.
 
     Args:
         samples: arrays [1, ...] by name, with the same names in all samples; more rows if a sample has several texts.

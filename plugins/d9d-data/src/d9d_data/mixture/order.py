@@ -1,7 +1,7 @@
 """Order of the parts of a mixture: the part that each sample comes from, and the sample's index in that part.
 
-Samples are assigned so that at any moment each part has given its share, off by less than one sample: the chairman
-assignment problem (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). With integer weights of
+Samples are assigned so that at any moment the number of samples from each part differs by less than one from the part's
+share (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). With integer weights of
 sum W the assignment repeats after W samples, so the assignment of any sample is found directly. When a part ends, a new
 assignment begins with the weights of the remaining parts.
 
@@ -26,7 +26,7 @@ MAX_PERIOD = 1 << 16
 
 
 class MixtureOrder:
-    """Order of a mixture: assigns its samples to its parts; endless, and a function of the sample's index alone.
+    """Order of a mixture: assigns each sample to a part by the sample's index alone; the order is endless.
 
     Args:
         weights: weights of the parts.
@@ -65,7 +65,7 @@ class _Segment:
         first: index in the mixture of the first sample.
         parts: parts that have not ended.
         weights: integer weights of these parts.
-        pattern: int64 [W], index into ``parts`` for each sample of a period.
+        pattern: int64 [W], index into ``parts`` for each sample of the repeating pattern (period).
         before: int64 [W], number of earlier samples of the same part in the period.
         given: number of samples that each of these parts gave before this run.
     """
@@ -118,10 +118,10 @@ def _segments(weights: Sequence[int], limits: Sequence[int | None]) -> Iterator[
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Smallest integers with the same ratio as the weights, which are read as decimal numbers.
+    """Convert weights, read as decimal numbers, to the smallest integers of the same ratio.
 
     Raises:
-        DataError: their sum is above :data:`MAX_PERIOD`.
+        DataError: the sum of the integers is above :data:`MAX_PERIOD`.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -142,8 +142,8 @@ def _reduced(weights: Sequence[int]) -> tuple[int, ...]:
 def assign(weights: Sequence[int]) -> Int64:
     """Assign the W samples of a period to parts; W is the sum of the weights.
 
-    After n samples part i has given n w_i / W of them, off by at most 1 - 1 / (2k - 2) for k parts: among the parts
-    that may give one more sample, the part with the earliest deadline is chosen.
+    After n samples, the number of samples from part i differs from n w_i / W by at most 1 - 1 / (2k - 2) for k parts.
+    Each sample is taken from the part with the earliest deadline among the parts that may give one more sample.
 
     Returns:
         The part of each sample, [W].

@@ -63,9 +63,10 @@ def build_mixture(
 
 
 class MixtureStream(PackStream):
-    """Stream of a mixture of several datasets. A pack is the next ``batch_size`` samples of one global order.
+    """Stream of a mixture of several datasets.
 
-    Rank r of R takes the r-th of R equal runs of the pack, cut into microbatches, each as long as its longest sample.
+    A pack, the samples of one step, has the next ``batch_size`` samples of one global order. Rank r of R takes the r-th
+    of R equal runs of the pack, cut into microbatches, each as long as its longest sample.
 
     Args:
         config: weights and epochs of the parts.
@@ -112,7 +113,7 @@ class MixtureStream(PackStream):
         for index, (part, own) in enumerate(zip(self._parts, facts, strict=True)):
             where = f"data.parts[{index}].data: dataset '{part.data.selector}'"
             if not isinstance(own.get(ROWS), int):
-                raise DataError(f"{where} makes no pass over its samples in order: its stream has no fact '{ROWS}'")
+                raise DataError(f"{where} cannot make a pass over its samples: its stream has no fact '{ROWS}'")
             if own.get("packed") != facts[0].get("packed"):
                 raise DataError(
                     f"{where} and the dataset of parts[0] differ in whether a sample packs several documents, so their "
@@ -167,12 +168,12 @@ class MixtureStream(PackStream):
         return {**common, "parts": parts}
 
     def save_assets(self, directory: Path) -> None:
-        """Write the tokenizer's files; the first part's, if several parts have them."""
+        """Write the tokenizer's files of the first part that has a tokenizer."""
         for stream in reversed(self._streams):
             stream.save_assets(directory)
 
     def close(self) -> None:
-        """End the worker processes, if there are any."""
+        """End the worker processes, if the stream has started any."""
         super().close()
         for stream in self._streams:
             if hasattr(stream, "close"):
@@ -195,7 +196,7 @@ class MixtureStream(PackStream):
                 )
 
     def _check_facts(self) -> None:
-        """Check that the names of classes and of texts are equal in all parts, as ids and rows refer to them."""
+        """Check that all parts have the same names of classes and of texts, to which label ids and rows refer."""
         for name, what in _EQUAL.items():
             found = {index: stream.facts.get(name) for index, stream in enumerate(self._streams)}
             for index, values in found.items():
@@ -208,14 +209,14 @@ class MixtureStream(PackStream):
 
 @dataclass(frozen=True, slots=True)
 class MixturePacks:
-    """Source of one rank's share of any pack of a mixture; see :class:`MixtureStream`.
+    """Source of one rank's share of any pack (samples of a step) of a mixture; see :class:`MixtureStream`.
 
     Attributes:
         sources: sources of the parts, with packs of one sample.
         order: assignment of samples to parts.
         layout: layout of the packs.
         lengths: whether microbatches have ``lengths``, the unpadded lengths of the samples.
-        weighted: whether microbatches have weights of targets; they are 1 for parts without weights.
+        weighted: whether microbatches have weights of targets; parts without weights get the weight 1.
         fill: padding values set by the parts.
         offsets: number added to each part's sample indices, so that all indices differ.
     """
@@ -229,7 +230,7 @@ class MixturePacks:
     fill: Mapping[str, float]
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches [B, S]; S differs between microbatches."""
+        """Microbatches of a pack, arrays [B, S]; S differs between microbatches."""
         layout = self.layout
         first = consumed + layout.rank * layout.share
         return [
@@ -238,7 +239,7 @@ class MixturePacks:
         ]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:
-        """Numbers of tokens that the documents of the pack's rows lost to truncation; 0 for parts that do not know."""
+        """Numbers of tokens that the documents of the pack's rows lost to truncation; 0 for parts without counts."""
         layout = self.layout
         first = consumed + layout.rank * layout.share
         lost: list[Lost] = []
@@ -282,7 +283,7 @@ class MixtureSamples:
     rows: tuple[int, ...]
 
     def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Sizes [b]; unknown, so zeros."""
+        """Sizes of samples [b]: zeros, because the sizes are unknown."""
         return np.zeros(len(samples), dtype=np.int64)
 
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Sample:
@@ -296,7 +297,7 @@ class MixtureSamples:
 
 
 def _placed(error: DataError, index: int) -> DataError:
-    """Error of a part, with the part's place in the job file before its field names."""
+    """Copy an error of a part, with the part's position in the job file before the names of its fields."""
     text = str(error)
     own = text.removeprefix("data") if text.startswith(("data.", "data:")) else f": {text}"
     placed = DataError(f"data.parts[{index}].data{own}")

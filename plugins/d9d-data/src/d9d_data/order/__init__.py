@@ -1,1 +1,1 @@
-"""Order of samples, and their division over packs, ranks and microbatches."""
+"""Order of samples, and their division over packs (the samples of a step), ranks and microbatches."""

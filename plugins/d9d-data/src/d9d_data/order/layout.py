@@ -1,4 +1,4 @@
-"""Division of a pack's samples over ranks and microbatches."""
+"""Division of the samples of a step (a pack) over ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Layout:
     """Layout of packs: division of a pack's samples over ranks and microbatches.
 
     Attributes:
-        batch_size: samples of a pack, over all ranks.
-        microbatch_size: samples of a microbatch on one rank.
+        batch_size: number of samples of a pack, over all ranks.
+        microbatch_size: number of samples of a microbatch on one rank.
         rank, ranks: index and number of the data-parallel ranks, which read different samples.
     """
 
@@ -26,10 +26,10 @@ class Layout:
 
     @classmethod
     def of(cls, context: DataContext) -> Self:
-        """Layout of a job.
+        """Make the layout of a job.
 
         Raises:
-            DataError: the batch cannot be divided into microbatches of equal size; the message names sizes that can.
+            DataError: the batch cannot be divided into microbatches of equal size; the message names possible sizes.
         """
         unit = context.ranks * context.microbatch_size
         if context.batch_size % unit:

@@ -1,8 +1,8 @@
 """Random permutation of n items that needs no memory and can be evaluated at any index.
 
 A Feistel network permutes the numbers of 2h bits with any round function (Luby and Rackoff, How to Construct
-Pseudorandom Permutations from Pseudorandom Functions). Following its cycle until a number below n appears makes it a
-permutation of n items (Black and Rogaway, Ciphers with Arbitrary Finite Domains, section 3).
+Pseudorandom Permutations from Pseudorandom Functions). Applying the network repeatedly until the result is below n
+gives a permutation of n items (Black and Rogaway, Ciphers with Arbitrary Finite Domains, section 3).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Permutation:
 
     def __init__(self, size: int, key: str) -> None:
         if not 1 <= size <= 2**62:
-            raise ValueError(f"a permutation of {size} items; need 1 to 2**62")
+            raise ValueError(f"a permutation cannot have {size} items; give a size from 1 to 2**62")
         self._size = np.uint64(size)
         half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
         self._half = np.uint64(half_bits)
@@ -45,7 +45,7 @@ class Permutation:
         """
         flat = indices.reshape(-1).astype(np.uint64)
         if np.any(indices < 0) or np.any(flat >= self._size):
-            raise IndexError(f"index outside of a permutation of {self._size} items")
+            raise IndexError(f"an index is not from 0 to {self._size - 1}, the indices of the permutation")
         values = self._shuffle(flat)
         # There are fewer than 4 * size numbers of 2h bits, so the cycle is followed for less than 4 steps on average.
         while (outside := np.flatnonzero(values >= self._size)).size:
@@ -60,7 +60,7 @@ class Permutation:
 
 
 def _mix(words: Words) -> Words:
-    """Mix every bit into the whole 64-bit word; multiplication wraps around."""
+    """Hash 64-bit words, so that each input bit affects all output bits; multiplication wraps around."""
     words = (words ^ (words >> np.uint64(30))) * _MIX_1
     words = (words ^ (words >> np.uint64(27))) * _MIX_2
     return words ^ (words >> np.uint64(31))

@@ -1,9 +1,9 @@
-"""Order in which each pack has samples of similar length.
+"""Order in which each pack (the samples of one step) has samples of similar length.
 
-Packs are formed within an epoch of the sample order, except one across its end. They are formed in windows: the next W
-samples, or the rest of the epoch, are sorted by length and cut into packs, and the packs are shuffled. At any time each
-sample has been given as often as any other or once more; any pack is a function of the number of consumed samples
-alone; and no sample is left out.
+Packs are formed within an epoch of the sample order, except for one pack across the end of the epoch. They are formed
+in windows: the next W samples, or the remaining samples of the epoch, are sorted by length and cut into packs, and the
+packs are shuffled. At any time, the numbers of times that two samples were given differ by at most one; any pack is a
+function of the number of consumed samples alone; and no sample is left out.
 
 Shapes: b samples of a pack.
 """
@@ -33,9 +33,9 @@ class WindowOrder:
 
     def __init__(self, order: SampleOrder, corpus: Corpus, longest: int, window: int, batch_size: int) -> None:
         if window % batch_size:
-            raise ValueError(f"a window of {window} samples cannot be cut into packs of {batch_size}")
+            raise ValueError(f"a window of {window} samples cannot be cut into packs of {batch_size}; use a multiple")
         if batch_size > order.samples:
-            raise ValueError(f"a pack of {batch_size} samples cannot be formed of {order.samples}")
+            raise ValueError(f"a pack of {batch_size} samples cannot be formed from {order.samples} samples")
         self.order = order
         self.window = window
         self._corpus = corpus
@@ -68,7 +68,7 @@ class WindowOrder:
         return WindowOrder(self.order, self._corpus, self._longest, window, batch_size)
 
     def holds_a_beginning(self, consumed: int) -> bool:
-        """Whether the packs so far contain exactly the first ``consumed`` samples of the order, in any order."""
+        """Whether the packs up to ``consumed`` contain exactly the first ``consumed`` samples of the unsorted order."""
         size, samples = self._batch_size, self.order.samples
         epoch, place = divmod(consumed, samples)
         if consumed % size or not place:
@@ -78,14 +78,14 @@ class WindowOrder:
         return ends and place >= size  # earlier, samples may have moved, see _take()
 
     def _begun(self, epoch: int) -> int:
-        """Number of an epoch's samples in the pack that began in the epoch before."""
+        """Number of samples of an epoch in the pack that began in the previous epoch."""
         return -epoch * self.order.samples % self._batch_size
 
     def _take(self, epoch: int, first: int, count: int) -> Int64:
         """Samples at some positions of an epoch.
 
-        If a pack crosses the epoch's beginning, the first b samples are rearranged so that no sample is twice in that
-        pack. Epochs of less than two packs are not rearranged.
+        If a pack crosses the beginning of the epoch, the first b samples are rearranged so that no sample is twice in
+        this pack. Epochs of less than two packs are not rearranged.
         """
         start, size, begun = epoch * self.order.samples, self._batch_size, self._begun(epoch)
         taken = self.order.take(start + first, count)

@@ -1,1 +1,1 @@
-"""Sources of documents."""
+"""Reading of documents and records from source files: texts, tables and JSON, local or at fsspec addresses."""

@@ -44,7 +44,7 @@ class Piece:
 
 
 def texts_of(piece: Piece, reject: Reject = refuse) -> Iterator[str]:
-    """Yield the documents of a piece of a source file: their texts, in order; some may be empty.
+    """Yield the texts of the documents in a piece of a source file, in order; texts may be empty.
 
     Args:
         piece: piece to read.
@@ -134,7 +134,7 @@ def check_structured(file: SourceFile, what: str) -> None:
         what: name of the records, for the error message.
 
     Raises:
-        DataError: the file has none.
+        DataError: the file has no records with fields.
     """
     if file.format not in STRUCTURED:
         formats = ", ".join(f".{name}" for name in sorted(STRUCTURED - {"kinds"}))
@@ -168,7 +168,7 @@ def likely_field(file: SourceFile, columns: list[str]) -> str | None:
 
     Args:
         file: the file.
-        columns: names of its fields.
+        columns: names of the file's fields.
     """
     if by_name := next((name for name in _LIKELY if name in columns), None):
         return by_name

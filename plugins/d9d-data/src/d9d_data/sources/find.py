@@ -32,7 +32,7 @@ _MANY = 10_000
 
 
 def _silent(_text: str) -> None:
-    """Drop a note."""
+    """Ignore a line that would be printed."""
 
 
 def find_files(sources: Sequence[str], note: Callable[[str], None] = _silent) -> list[SourceFile]:
@@ -40,7 +40,7 @@ def find_files(sources: Sequence[str], note: Callable[[str], None] = _silent) ->
 
     Args:
         sources: names of sources in the job file.
-        note: called with a line about a search that finds many files.
+        note: function that prints a line if a search finds many files.
 
     Raises:
         DataError: a path does not exist, a glob matches no file, a directory has no file, or there are too many files.
@@ -105,10 +105,10 @@ def _files(source: str, where: str, note: Callable[[str], None]) -> list[Path]:
             all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
             or (path / "dataset_dict.json").is_file()
         ):
-            raise DataError(f"{where}: {path} looks saved by the library 'datasets'; write 'hf:{source}'")
+            raise DataError(f"{where}: {path} seems to be saved by the library 'datasets'; write 'hf:{source}'")
         files = _counted(_walk(path), f"{where}: {path.absolute()}", note)
         if not files:
-            raise DataError(f"{where}: the directory {path} holds no file; put text into it or name another")
+            raise DataError(f"{where}: the directory {path} has no files; put text files into it or name another")
     elif glob.has_magic(source):
         matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute patterns
         files = _counted((Path(match) for match in matches if Path(match).is_file()), f"{where}: {path}", note)
@@ -145,7 +145,7 @@ def _counted(files: Iterable[_Name], where: str, note: Callable[[str], None]) ->
 
 
 def _nearest(path: Path) -> str:
-    """Hint about a missing path: the contents of its longest existing part."""
+    """Hint about a missing path: the contents of the deepest parent directory that exists."""
     existing = next((parent for parent in path.parents if parent.is_dir()), None)
     if existing is None:
         return "check the spelling"

@@ -27,7 +27,7 @@ class Line:
 
 
 def read_lines(file: SourceFile, begin: int = 0, end: int | None = None, reject: Reject = refuse) -> Iterator[Line]:
-    """Yield the lines of a source file that start within a range of bytes; adjacent ranges share no line.
+    """Yield the lines of a source file that start within a range of bytes, so that each line belongs to one range.
 
     Args:
         file: file to read; a range needs an uncompressed file.
@@ -132,7 +132,7 @@ def csv_columns(file: SourceFile) -> list[str]:
 
 
 class _CsvRows(Iterator[list[str]], Protocol):
-    """Rows of a table, and the number of lines read so far."""
+    """Iterator over the rows of a CSV table, which counts the lines read so far."""
 
     line_num: int
 

@@ -86,7 +86,7 @@ def file_system(address: str) -> tuple[Any, str]:
     """Return the fsspec file system of an address, and the path in it.
 
     Raises:
-        DataError: no such file system is known, or its package is missing.
+        DataError: fsspec does not know the scheme of the address, or the package for it is missing.
     """
     import fsspec  # type: ignore[import-untyped]
 
@@ -187,7 +187,7 @@ def open_stored(address: str) -> Iterator[BinaryIO]:
     """Open a file for reading its stored bytes.
 
     Raises:
-        DataError: the file cannot be opened, or reading in the block fails.
+        DataError: the file cannot be opened, or reading in the ``with`` block fails.
     """
     with _explained(address), _opened(address) as file:
         yield file
@@ -198,7 +198,7 @@ def open_content(file: SourceFile) -> Iterator[BinaryIO]:
     """Open a file for reading its decompressed bytes.
 
     Raises:
-        DataError: the file cannot be opened, or reading in the block finds it unreadable, damaged or truncated.
+        DataError: the file cannot be opened, or the ``with`` block finds it unreadable, damaged or truncated.
     """
     with open_stored(file.address) as stored, _explained(file.address), _decompressed(file, stored) as content:
         yield content
@@ -244,7 +244,7 @@ def _damage() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn errors of the libraries into errors that name the file."""
+    """Context in which errors of the libraries become errors that name the file and the next action."""
     try:
         yield
     except _damage() as error:

@@ -1,4 +1,4 @@
-"""Records, their places for error messages, and the handling of malformed records."""
+"""Records, their locations (file and line) for error messages, and the handling of malformed records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place in a source file, for error messages, such as ``a.jsonl:7`` or ``a.parquet row 7``.
+    """Location in a source file, for error messages, such as ``a.jsonl:7`` or ``a.parquet row 7``.
 
     Attributes:
         file: the file.
@@ -37,7 +37,7 @@ class Place:
         return f"{self.file.name}{self.unit}{self.number}"
 
     def exact(self) -> str:
-        """Place with the line number in the whole file; reads the file before ``begin`` to count its lines."""
+        """Location with the line number in the whole file; counts the lines of the file before ``begin``."""
         if not self.begin:
             return str(self)
         # Counting starts at the first line that begins at or after ``begin``; each line end before it adds one.
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Record of a structured file: values by field name, and its place for error messages."""
+    """Record of a structured file: values by field name, and the record's location for error messages."""
 
     values: Mapping[str, Any]
     place: Place

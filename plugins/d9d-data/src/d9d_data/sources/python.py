@@ -1,6 +1,6 @@
 """Texts of the running Python installation: real prose and code that need no download.
 
-They differ between Python versions, so measurements on them are comparable within one version only.
+The texts differ between Python versions, so measurements are comparable only within one version.
 """
 
 from __future__ import annotations

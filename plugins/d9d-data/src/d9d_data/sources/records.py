@@ -33,7 +33,7 @@ def read_records(
         file: the file, or its path or fsspec address.
         begin: start of a range: a byte of an uncompressed JSON lines file, or a row group of a Parquet file; else 0.
         end: first byte or row group after the range; the end of the file if absent.
-        field: the only field that the caller needs, as for :func:`value_of`; other fields may be missing.
+        field: the only field that the caller needs, as for :func:`value_of`; the records may then lack other fields.
         reject: called for each malformed record.
 
     Raises:
@@ -87,12 +87,12 @@ def value_of(record: Record, field: str) -> Any:
 
 
 def field_of(record: Record, fields: Sequence[str]) -> str:
-    """First of ``fields`` that has a value in the record; the first of them if none has one."""
+    """First name in ``fields`` that has a value in the record; if no name has a value, the first name."""
     return next((field for field in fields if value_of(record, field) is not None), fields[0])
 
 
 def _column_of(file: SourceFile, field: str | None) -> str | None:
-    """Column of a table with the field; ``None``, to read all columns, if there is none."""
+    """Column of a table that contains the field; ``None``, which reads all columns, if no column does."""
     columns = table_columns(file)
     if field is None or field in columns:
         return field
@@ -130,7 +130,7 @@ def _read_json(file: SourceFile, reject: Reject) -> Iterator[Record]:
             )
         value = value[chosen]
     if not isinstance(value, list):
-        raise DataError(f"data.sources: {file.name} holds a {type(value).__name__}, not a list of records")
+        raise DataError(f"data.sources: {file.name} contains a {type(value).__name__}, not a list of records")
     for number, entry in enumerate(value, 1):
         place = Place(file, number, " record ")
         if isinstance(entry, dict):

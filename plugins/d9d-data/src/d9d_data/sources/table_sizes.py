@@ -1,7 +1,7 @@
-"""Memory that a table file would take, found from its headers before pyarrow allocates anything.
+"""Limits on the memory that a table file takes, checked from its headers before pyarrow allocates memory.
 
 A kilobyte of Parquet or Arrow can expand to gigabytes: pages and buffers are compressed, and a dictionary can repeat
-one long text in every row. Row counts do not limit that, so all limits here are in bytes.
+one long text in every row. A limit on rows would not prevent this, so all limits are in bytes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Pages:
     Attributes:
         largest, largest_stored: bytes of the largest page, in memory and in the file.
         dictionary: bytes of the dictionary.
-        dictionary_place: first byte of the dictionary in the file, and its size there.
+        dictionary_place: first byte of the dictionary in the file, and its size in the file.
         delta: bytes of the largest page with delta-encoded texts, which share prefixes.
         values, dictionary_values, delta_values: number of all values, of values in dictionary-encoded pages, and of
             values in pages with delta-encoded texts.
@@ -206,7 +206,7 @@ class _Thrift:
         self.read = 0
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Read the fields of a structure by number; of strings and lists only the lengths."""
+        """Read the fields of a structure, by field number; strings and lists are represented by their lengths."""
         if depth > 8:
             raise ValueError("it is nested too deeply")
         fields: dict[int, Any] = {}
@@ -304,7 +304,7 @@ def check_arrow(file: SourceFile, content: BinaryIO) -> None:
 
 
 def _message(content: BinaryIO) -> tuple[int, int, Sequence[tuple[int, int]], bool] | None:
-    """Type and body length of a message, its buffers, and whether the buffers are compressed; ``None`` at the end."""
+    """Read an Arrow message: its type, body length, buffers, and whether these are compressed; ``None`` at the end."""
     head = content.read(4)
     if head == b"\xff\xff\xff\xff":
         head = content.read(4)
@@ -350,7 +350,7 @@ class _Table:
         return self._position + offset if offset else None
 
     def number(self, field: int, form: str) -> int:
-        """Number in a field; 0 if it is absent."""
+        """Read the number in a field; 0 if the field is absent."""
         at = self._at(field)
         return 0 if at is None else int(struct.unpack_from(form, self._data, at)[0])
 
@@ -359,7 +359,7 @@ class _Table:
         return None if at is None else _Table(self._data, at + struct.unpack_from("<I", self._data, at)[0])
 
     def pairs(self, field: int) -> list[tuple[int, int]]:
-        """Vector of pairs of 64-bit numbers in a field."""
+        """Read the vector of pairs of 64-bit numbers in a field."""
         at = self._at(field)
         if at is None:
             return []

@@ -92,12 +92,12 @@ def saved_dataset_files(directory: str) -> list[str]:
     state = _description(root / "state.json")
     entries = state.get("_data_files")
     if not isinstance(entries, list) or not entries:
-        raise DataError(f"{where}: its state.json lists no data files; save it again")
+        raise DataError(f"{where}: its state.json lists no data files; save the dataset again")
     found = []
     for entry in entries:
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or PurePath(name).name != name or not (root / name).is_file():
-            raise DataError(f"{where}: its state.json lists {str(name)[:80]!r}, which is missing there; copy it again")
+            raise DataError(f"{where}: its state.json lists {str(name)[:80]!r}, which is missing; copy it again")
         found.append(str(root / name))
     return found
 
@@ -152,10 +152,10 @@ def _arrow_batches(file: SourceFile, content: Any, columns: Sequence[str] | None
 
 
 def _written(value: Any, kind: Any) -> Any:
-    """Value of a column as it was written, without nulls added by the type of the column.
+    """Value of a column as it was written, without the nulls that the type of the column adds.
 
-    All structs of a column have the same fields, so a struct written without a field has a null there. Maps, lists and
-    the column itself add no nulls.
+    All structs of a column have the same fields, so a struct that was written without a field has a null in this field.
+    Maps, lists and the column itself add no nulls.
 
     Args:
         value: value as ``to_pylist()`` returns it.

@@ -1,1 +1,1 @@
-"""Resumable streams of packs over a corpus."""
+"""Resumable streams over a corpus, which give the microbatches of each step (a pack)."""

@@ -1,4 +1,4 @@
-"""Base classes for streams of packs, and for streams over a corpus."""
+"""Base classes for streams of packs (the microbatches of a step), and for streams over a corpus."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def facts_of(corpus: Corpus) -> State:
     """Facts of the split that a stream reads: its sizes, and the number of tokens to learn.
 
     Plain texts also have the id of the end-of-text token and the entropy (nats per token) of the train split.
-    ``skipped`` counts malformed records of both splits, ``cut_documents`` records truncated, ``incomplete`` truncated
-    records that lost tokens to learn, and ``dropped`` records left out as too long. If only some tokens are learned,
-    ``stop_learned`` counts the records whose last learned token is one of the special ``stop_token_ids``.
+    ``skipped`` counts malformed records of both splits, ``cut_documents`` truncated records, ``incomplete`` truncated
+    records that lost tokens to learn, and ``dropped`` records that were left out because they are too long. If only
+    some tokens are learned, ``stop_learned`` counts the records whose last learned token is one of the special
+    ``stop_token_ids``.
     """
     facts: dict[str, Any] = {
         "vocab_size": corpus.vocab_size,
@@ -56,18 +57,18 @@ def facts_of(corpus: Corpus) -> State:
 class PackStream:
     """Base of the streams of packs; see :class:`d9d_core.data.DataStream`.
 
-    The state is the number of samples consumed by all ranks together, and a fingerprint of the data: the source builds
-    any pack from that number alone.
+    The state is the number of samples consumed by all ranks together, from which alone the source builds any pack, and
+    a fingerprint of the data.
 
     Args:
         source: source of this rank's share of any pack.
-        batch_size: samples of a pack, over all ranks.
+        batch_size: number of samples of a pack, over all ranks.
         workers: number of processes that build packs ahead.
-        identity: text that contains everything, except the seed, that determines the order of the samples.
-        needs: description of that, for error messages.
+        identity: text that contains everything that determines the order of the samples, except the seed.
+        needs: names of the settings in ``identity``, for error messages.
 
     Attributes:
-        source: the same source; a mixture reads single samples from it.
+        source: the argument ``source``; a mixture reads single samples from it.
     """
 
     #: Version of the rules by which texts become tokens; ``None`` for streams of other samples.
@@ -124,7 +125,7 @@ class PackStream:
         self._consumed = consumed
 
     def close(self) -> None:
-        """End the worker processes, if there are any; without this call they end with the stream."""
+        """End the worker processes, if any were started; without this call, they end with the stream object."""
         self._reader.close()
 
 
@@ -134,7 +135,7 @@ class CorpusStream(PackStream):
     Args:
         corpus: corpus to read.
         source, batch_size, workers, identity: see :class:`PackStream`.
-        settings: fields of the job file in the identity, in addition to the fields of the corpus, for error messages.
+        settings: names of further job-file fields in the identity, in addition to the corpus's, for error messages.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ from d9d_data.stream.reader import Arrays, Lost
 class BinStream(CorpusStream):
     """Stream of bins: each sample has as many documents as fit; longer documents are cut into several pieces.
 
-    Bins are the same in every epoch; their order is drawn again. A pack is the next ``batch_size`` bins of one global
-    order, of which rank r of R takes the r-th of R equal runs.
+    Bins are the same in every epoch, in another random order. A pack, the samples of one step, has the next
+    ``batch_size`` bins of one global order; rank r of R takes the r-th of R equal runs of the pack.
 
     Raises:
         DataError: the batch is larger than the data.
@@ -66,7 +66,7 @@ def one_pass_of_bins(config: TextConfig | ChatConfig, context: DataContext, corp
     A document longer than a sample is truncated to its first positions; the fact ``cut_documents`` counts them.
 
     Raises:
-        DataError: there are no documents, or the sizes are unusable.
+        DataError: there are no documents, or ``batch.size`` or ``sequence_length`` does not fit the data.
     """
     length = config.sequence_length
     tokens = np.diff(corpus.starts)
@@ -102,7 +102,7 @@ class BinSamples:
         return np.full(len(samples), self.sequence_length)
 
     def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
-        """Number of tokens that each document of samples [B] lost; pieces of a document have its number."""
+        """Number of tokens that each document of samples [B] lost to truncation, given for each piece of a document."""
         rows = []
         for sample in samples.tolist():
             members = self.bins.members[self.bins.starts[sample] : self.bins.starts[sample + 1]]
@@ -121,14 +121,14 @@ class BinSamples:
         return {**self.packed(samples), "rows": self.bins.members[starts[samples]], "ends": ends}
 
     def packed(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of bins [B], as in training."""
+        """Microbatch of bins [B], without the further fields of one pass (``rows`` and ``ends``)."""
         corpus, length = self.corpus, self.sequence_length
         return pack_bins(corpus.tokens, corpus.weights, self.pieces, self.bins, samples, length, corpus.scales)
 
 
 @dataclass(frozen=True, slots=True)
 class BinPacks:
-    """Source of one rank's share of any pack of bins; see :class:`BinStream`."""
+    """Source of one rank's share of any pack (samples of a step) of bins; see :class:`BinStream`."""
 
     samples: BinSamples
     order: SampleOrder
@@ -139,7 +139,7 @@ class BinPacks:
         return [self.samples.packed(chosen) for chosen in self._chosen(consumed)]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:
-        """Number of tokens that each document in the pack's rows lost, by microbatch."""
+        """Number of tokens that each document in the pack's rows lost to truncation, by microbatch."""
         return [self.samples.lost(chosen) for chosen in self._chosen(consumed)]
 
     def _chosen(self, consumed: int) -> Iterator[npt.NDArray[np.int64]]:

@@ -36,9 +36,9 @@ class Bins:
 
 
 def best_fit(lengths: Int64, capacity: int) -> Bins:
-    """Fill bins by best-fit decreasing: items from the longest to the shortest, each into the fullest bin that fits it.
+    """Fill bins by best-fit decreasing: items from the longest to the shortest, each into the fullest bin with room.
 
-    Needs at most 11/9 of the fewest possible bins, plus one (Johnson 1973). The result depends on the lengths alone.
+    The number of bins is at most 11/9 of the minimum, plus one (Johnson 1973). The result depends on the lengths alone.
 
     Args:
         lengths: int64 [D], number of positions of each item, from 1 to ``capacity``.
@@ -84,12 +84,13 @@ def next_fit(lengths: Int64, capacity: int) -> Bins:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Runs of tokens that bins are filled with: whole documents, or parts of documents longer than a bin.
+    """Runs of tokens with which bins are filled: whole documents, or parts of documents that are longer than a bin.
 
     Attributes:
         firsts: int64 [D], index of each piece's first token.
-        lengths: int64 [D], number of positions of each piece. A piece of length 0, a document of one token, takes one.
-        targets: int64 [D], number of positions of each piece with a target, the next token; ``None`` if all have one.
+        lengths: int64 [D], number of positions of each piece. A document of one token also takes one.
+        targets: int64 [D], number of positions of each piece with a target, the next token; ``None`` if all positions
+            have a target.
     """
 
     firsts: Int64
@@ -102,7 +103,7 @@ def cut_pieces(starts: Int64, sequence_length: int) -> Pieces:
 
     Args:
         starts: int64 [documents + 1], index of each document's first token, then the number of tokens.
-        sequence_length: most positions of a piece.
+        sequence_length: maximum number of positions of a piece.
     """
     positions = np.diff(starts) - 1  # the last token of a document is a target only
     counts = -(-positions // sequence_length)
@@ -125,12 +126,12 @@ def pack_bins(
 
     Args:
         tokens: token ids [N] of all documents, concatenated.
-        weights: [N], whether each token is learned; ``None`` if all are.
+        weights: [N], whether each token is learned; ``None`` if all tokens are learned.
         pieces: pieces of the documents.
         bins: bins of the pieces.
         chosen: indices [B] of the bins.
         sequence_length: S, the capacity of the bins.
-        scales: [N], loss weight of each learned token; ``None`` if all are equal.
+        scales: [N], loss weight of each learned token; ``None`` if all weights are equal.
 
     Returns:
         ``tokens``, ``targets``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B], as

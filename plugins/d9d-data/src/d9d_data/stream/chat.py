@@ -20,7 +20,7 @@ def build_chat(config: ChatConfig, context: DataContext) -> DocumentStream | Tex
     """Prepare the conversations (once, then from the cache) and open their stream.
 
     Raises:
-        DataError: the data, the template or the sizes are unusable; the message says what to change.
+        DataError: the data, the template or the batch size is invalid; the message says how to correct it.
     """
     config, corpus = prepare_for(config, context)
     _warn_of_dates(config, context.note)
@@ -33,7 +33,7 @@ def build_preference(config: PreferenceConfig, context: DataContext) -> Document
     """Prepare the pairs (once, then from the cache) and open their stream: two rows per pair, chosen and rejected.
 
     Raises:
-        DataError: the data, the template or the sizes are unusable; the message says what to change.
+        DataError: the data, the template or the batch size is invalid; the message says how to correct it.
     """
     config, corpus = prepare_for(config, context)
     _warn_of_dates(config, context.note)
@@ -41,7 +41,7 @@ def build_preference(config: PreferenceConfig, context: DataContext) -> Document
 
 
 def _warn_of_dates(config: ModelTextConfig, note: Callable[[str], None]) -> None:
-    """Warn if the template renders the date."""
+    """Warn if the template renders the current date, so that data prepared on another day differs."""
     assert config.tokenizer is not None
     template = ChatTemplate.find(
         find_tokenizer_file(config.tokenizer, only_files=True), arguments=config.template_arguments

@@ -1,4 +1,4 @@
-"""Stream of whole documents in packs of similar length, for the dataset ``documents``."""
+"""Stream of whole documents for the dataset ``documents``; the documents of a step (a pack) have similar lengths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_documents(
     """Prepare the corpus (once, then from the cache) and open its stream.
 
     Raises:
-        DataError: the data or the sizes are unusable; the message says what to change.
+        DataError: the data or the batch size is invalid; the message says how to correct it.
     """
     return open_documents(config, context, prepare_for(config, context)[1])
 
@@ -41,7 +41,7 @@ def open_documents(config: PaddedConfig, context: DataContext, corpus: Corpus) -
     """Open the stream of a prepared corpus, endless or for one pass.
 
     Raises:
-        DataError: the sizes are unusable; the message says what to change.
+        DataError: batch size, sequence length or window does not fit the data; the message says how to correct it.
     """
     if not context.one_pass:
         return DocumentStream(config, context, corpus)
@@ -52,16 +52,16 @@ def open_documents(config: PaddedConfig, context: DataContext, corpus: Corpus) -
 
 
 class DocumentStream(CorpusStream):
-    """Stream of documents, each a sample; a pack has samples of similar length.
+    """Stream of documents, each a sample; a pack, the samples of one step, has samples of similar length.
 
     Packs are formed globally, see :mod:`~d9d_data.order.windows`. The samples of a pack, in order of length, are dealt
     to the ranks in turn: all ranks get the same number, and their n-th microbatches have similar lengths.
 
-    The packs depend on the batch size and the window. A state can be continued with another batch size or window only
-    at the end of a window, where the samples so far are the beginning of the order for the old and for the new sizes.
+    The packs depend on the batch size and the window. A run can be resumed with another batch size or window only from
+    a state at the end of a window, where the old and the new sizes have consumed the same samples.
 
     Raises:
-        DataError: the batch is larger than the data, or the window is unusable.
+        DataError: the batch is larger than the data, or the window does not fit batch size or data.
     """
 
     def __init__(self, config: PaddedConfig, context: DataContext, corpus: Corpus) -> None:
@@ -86,7 +86,7 @@ class DocumentStream(CorpusStream):
 
     @property
     def facts(self) -> State:
-        """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), before truncation, and of its samples.
+        """Facts of the split before truncation (:func:`~d9d_data.stream.base.facts_of`), and facts of its samples.
 
         ``unused_positions`` is the fraction of padding in the packs of the first window.
         """
@@ -99,7 +99,7 @@ class DocumentStream(CorpusStream):
         }
 
     def state(self) -> State:
-        """State of the base class, with the sizes that form packs."""
+        """State of the base class, and the batch size and window, on which the packs depend."""
         return {**super().state(), "batch_size": self._batch_size, "bucket_window": self._window}
 
     def load_state(self, state: State) -> None:
@@ -125,7 +125,7 @@ class DocumentStream(CorpusStream):
             raise DataError(
                 f"the checkpoint was saved after {consumed} samples with a batch size of {batch_size} and a "
                 f"bucket_window of {window}; with a batch size of {self._batch_size} and a bucket_window of "
-                f"{self._window}, some samples near there would be repeated and others left out. Keep both unchanged, "
+                f"{self._window}, some samples nearby would be repeated and others left out. Keep both unchanged, "
                 f"or change them where an epoch of {self._order.order.samples} samples and a batch of both sizes end"
             )
         self._consumed = consumed
@@ -143,7 +143,7 @@ class DocumentSamples:
     pad_multiple: int
 
     def lengths(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Number of positions of each document of samples [b]: [b, documents of a sample]."""
+        """Number of positions of each document of samples [b]: [b, documents per sample]."""
         positions = self.corpus.positions_of(self.corpus.documents_of(samples))
         return np.clip(positions, 1, self.sequence_length).reshape(len(samples), -1)
 
@@ -153,7 +153,7 @@ class DocumentSamples:
         return longest
 
     def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
-        """Number of tokens that the documents of samples [b] lost, one row per document."""
+        """Number of tokens that the documents of samples [b] lost to truncation, one row per document."""
         return [[lost] for lost in self.corpus.lost_of(self.corpus.documents_of(samples)).tolist()]
 
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
@@ -164,7 +164,7 @@ class DocumentSamples:
         return {**self.padded(samples), "rows": self.corpus.documents_of(samples)}
 
     def padded(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of samples [b], as in training."""
+        """Microbatch of samples [b], padded to the longest, without ``rows``."""
         corpus = self.corpus
         sizes = (corpus.documents_of(samples), self.sequence_length, self.pad_multiple)
         if corpus.predicts:
@@ -177,7 +177,7 @@ class DocumentSamples:
 
 @dataclass(frozen=True, slots=True)
 class DocumentPacks:
-    """Source of one rank's share of any pack of documents; see :class:`DocumentStream`."""
+    """Source of one rank's share of any pack (samples of a step) of documents; see :class:`DocumentStream`."""
 
     samples: DocumentSamples
     order: WindowOrder
@@ -200,7 +200,7 @@ class DocumentPacks:
         return [self.samples.padded(chosen) for chosen in self._chosen(consumed)]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:
-        """Number of tokens that each document in the pack's rows lost, by microbatch."""
+        """Number of tokens that each document in the pack's rows lost to truncation, by microbatch."""
         return [self.samples.lost(chosen) for chosen in self._chosen(consumed)]
 
     def _chosen(self, consumed: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -224,7 +224,7 @@ def _window(wanted: int | None, samples: int, batch_size: int) -> int:
         )
     if wanted > most:
         raise DataError(
-            f"data.bucket_window: {wanted} samples are more than the {samples} of an epoch, so a pack would have the "
+            f"data.bucket_window: {wanted} samples are more than an epoch's {samples}, so a pack would have the "
             f"same document several times; use at most {most}"
         )
     return wanted

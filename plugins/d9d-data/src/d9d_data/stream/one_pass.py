@@ -1,8 +1,8 @@
-"""One pass over a dataset: every sample once, in the order of the sources, then fillers.
+"""One pass over a dataset: every sample once, in the order of the sources, then fillers up to a whole pack.
 
 :mod:`d9d_core.data` specifies such streams. Samples are sorted by length inside blocks of microbatches. A block has one
-eighth of the microbatches of a pack, at most eight: its size depends on the job file alone, and on one, two, four or
-eight ranks each rank has whole blocks.
+eighth of the microbatches of a pack (the samples of a step), and at most eight microbatches. Its size depends on the
+job file alone, and with one, two, four or eight ranks each rank has whole blocks.
 
 Shapes: b samples, B rows of tensors (b times the texts of a sample).
 """
@@ -50,7 +50,7 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OnePassPacks:
-    """Source of one rank's share of any pack of one pass over the data.
+    """Source of one rank's share of any pack (samples of a step) of one pass over the data.
 
     Attributes:
         source: source of microbatches.
@@ -93,14 +93,14 @@ class OnePassStream(PackStream):
     Args:
         source: source of microbatches.
         samples: number of samples.
-        rows: number of rows.
+        rows: number of rows, of which a sample may have several.
         context: context of the job.
         workers: number of processes that build packs ahead.
         identity: text that contains everything that determines the numbers of the samples.
-        needs: description of that, for error messages.
+        needs: names of the settings in ``identity``, for error messages.
         facts: facts of the data.
-        save_assets: writes the files that an exported model needs.
-        window: most samples to sort together, if the job file sets it.
+        save_assets: function that writes the files that an exported model needs.
+        window: maximum number of samples to sort together, if the job file sets it.
 
     Raises:
         DataError: the ranks cannot have whole blocks.
@@ -155,7 +155,7 @@ def one_pass_of(
         context: context of the job.
         identity: text that contains everything that determines the numbers of the samples.
         facts: facts to add to the facts of the corpus.
-        window: most samples to sort together, if the job file sets it.
+        window: maximum number of samples to sort together, if the job file sets it.
 
     Raises:
         DataError: there are no samples, or the ranks cannot have whole blocks.
@@ -181,7 +181,7 @@ def _block_size(layout: Layout, window: int | None) -> int:
     """Number of samples sorted together, which is independent of the number of ranks.
 
     Raises:
-        DataError: a rank's share is not a multiple of it.
+        DataError: a rank's share is not a multiple of the block size.
     """
     size, ranks = layout.microbatch_size, layout.ranks
 

@@ -37,14 +37,14 @@ def pack(
         starts: [D + 1], index of each document's first token, then N.
         samples: indices [B] of the samples.
         sequence_length: S.
-        weights: [N], whether each token is learned; ``None`` if all are.
-        scales: [N], loss weight of each learned token; ``None`` if all are equal.
+        weights: [N], whether each token is learned; ``None`` if all tokens are learned.
+        scales: [N], loss weight of each learned token; ``None`` if all weights are equal.
 
     Returns:
         ``tokens`` [B, S]; ``targets`` [B, S], the next token, or -100 if the next token starts another document or is
         not learned; ``positions`` [B, S], counted from the start of the document, or from the start of the sample if
-        the document starts before it; ``documents`` [B, S], numbered from 0 in each sample. With scales also
-        ``weights`` float32 [B, S], the loss weight of each target, 0 where there is none.
+        the document starts before the sample; ``documents`` [B, S], numbered from 0 in each sample. With scales also
+        ``weights`` float32 [B, S], the loss weight of each target, 0 where there is no target.
     """
     first = samples[:, None] * sequence_length  # [B, 1]
     places = first + np.arange(sequence_length + 1)  # [B, S + 1]

@@ -37,16 +37,16 @@ def pad(
         tokens: token ids [N] of all documents, each with its end-of-text token.
         starts: [D + 1], index of each document's first token, then N.
         samples: indices [B] of the documents.
-        sequence_length: most positions of a sample; a multiple of ``multiple``.
+        sequence_length: maximum number of positions of a sample; a multiple of ``multiple``.
         multiple: divisor of S.
-        weights: [N], whether each token is learned; ``None`` if all are.
-        scales: [N], loss weight of each learned token; ``None`` if all are equal.
+        weights: [N], whether each token is learned; ``None`` if all tokens are learned.
+        scales: [N], loss weight of each learned token; ``None`` if all weights are equal.
 
     Returns:
         ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, or -100 in padding and
         where the next token is not learned; ``positions`` [B, S], counted from the start of the sample, and again from
         the start of the padding; ``documents`` [B, S], 0, and 1 in padding; ``lengths`` [B], number of positions before
-        the padding. With scales also ``weights`` float32 [B, S], the loss weight of each target, 0 where there is none.
+        the padding. With scales also ``weights`` float32 [B, S], the loss weight of each target, 0 without a target.
     """
     first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
     lengths, columns, inside = _rectangle(available - 1, sequence_length, multiple)
@@ -82,11 +82,11 @@ def pad_texts(
         tokens: token ids [N] of all documents.
         starts: [D + 1], index of each document's first token, then N.
         samples: indices [B] of the documents.
-        sequence_length: most positions of a sample; a multiple of ``multiple``.
+        sequence_length: maximum number of positions of a sample; a multiple of ``multiple``.
         multiple: divisor of S.
         labels: [N], class of each token or -100; ``None`` without labels.
-        ends: treatment of document ends.
-        label_each: whether each token has a label; otherwise the label of the first token is the sample's.
+        ends: rules for the last tokens of documents.
+        label_each: whether each token has a label; otherwise the label of the first token is the label of the sample.
 
     Returns:
         ``tokens``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B] as :func:`pad` returns them. With

@@ -1,4 +1,4 @@
-"""Reader of packs, which are built in this process or in worker processes."""
+"""Reader of packs (the microbatches of a step), which are built in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Lost = Sequence[Sequence[int]]
 
 
 class PackSource(Protocol):
-    """Source of any pack of one rank; can be pickled."""
+    """Source that builds any pack (the microbatches of a step) of one rank; can be pickled."""
 
     def pack_at(self, consumed: int) -> Arrays:
         """Build the pack that follows ``consumed`` samples of all ranks."""
@@ -52,7 +52,7 @@ class TellsLosses(Protocol):
 class PackReader:
     """Reader of consecutive packs of a source. The packs do not depend on the number of worker processes.
 
-    Worker processes start at the first read, and stay when reading continues at another position.
+    Worker processes start at the first read, and keep running when reading continues at another position.
 
     Args:
         source: source of the packs.
@@ -122,7 +122,7 @@ class PackReader:
 
 
 class _Places:
-    """Endless sequence of the numbers of consumed samples, one per pack."""
+    """Sampler for torch's data loader: the endless sequence of numbers of consumed samples, one number per pack."""
 
     def __init__(self, step: int) -> None:
         self.first = 0
@@ -133,7 +133,7 @@ class _Places:
 
 
 class _Packs(Dataset[Arrays]):
-    """Source as a dataset for torch's data loader."""
+    """Dataset for torch's data loader, which builds packs by a :class:`PackSource`."""
 
     def __init__(self, source: PackSource) -> None:
         self._source = source
@@ -153,8 +153,8 @@ def _as_it_is(pack: Any) -> Any:
 def _start_workers(loader: DataLoader[Arrays]) -> Iterator[Arrays]:
     """Start the workers with SIGINT and SIGTERM blocked; runs in a thread of its own.
 
-    Ctrl-C reaches all processes of a terminal, and Slurm and systemd send SIGTERM to all. The training process decides
-    how to stop, and needs its workers until then.
+    Ctrl-C reaches all processes of a terminal, and Slurm and systemd send SIGTERM to all processes. The training
+    process decides how to stop, and needs its workers until then.
     """
     resource_tracker.ensure_running()  # starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])

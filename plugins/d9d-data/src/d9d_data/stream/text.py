@@ -28,7 +28,7 @@ def build_text(config: TextConfig, context: DataContext) -> TextStream | BinStre
     """Prepare the corpus (once, then from the cache) and open its stream.
 
     Raises:
-        DataError: the data or the sizes are unusable; the message says what to change.
+        DataError: the data or the batch size is invalid; the message says how to correct it.
     """
     config, corpus = prepare_for(config, context)
     return open_text(config, context, corpus)
@@ -40,7 +40,7 @@ def open_text(
     """Open the stream of a prepared and packed corpus, endless or for one pass.
 
     Raises:
-        DataError: the sizes are unusable; the message says what to change.
+        DataError: batch size, sequence length or window does not fit the data; the message says how to correct it.
     """
     if config.packing != "concat":
         return (one_pass_of_bins if context.one_pass else BinStream)(config, context, corpus)
@@ -84,9 +84,9 @@ def _unused(corpus: Corpus, samples: int, sequence_length: int) -> int:
 class TextStream(CorpusStream):
     """Stream of text: samples of equal length, cut from all documents concatenated.
 
-    A pack is the next ``batch_size`` samples of one global order. Rank r of R takes the r-th of R equal runs of the
-    pack, cut into microbatches. The order of the samples depends neither on the number of ranks nor on the microbatch
-    size.
+    A pack, the samples of one step, has the next ``batch_size`` samples of one global order. Rank r of R takes the r-th
+    of R equal runs of the pack, cut into microbatches. The order of the samples depends neither on the number of ranks
+    nor on the microbatch size.
     """
 
     def __init__(self, config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> None:
@@ -99,7 +99,7 @@ class TextStream(CorpusStream):
 
     @property
     def facts(self) -> State:
-        """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), and its samples, which have no padding.
+        """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), and facts of its samples, which have no padding.
 
         ``unused_tokens`` is the number of tokens at the end of the corpus that do not fill a sample.
         """
@@ -137,14 +137,14 @@ class TextSamples:
         return {**self.packed(samples), "rows": samples}
 
     def packed(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of samples [B], as in training."""
+        """Microbatch of samples [B], without ``rows``."""
         corpus = self.corpus
         return pack(corpus.tokens, corpus.starts, samples, self.sequence_length, corpus.weights, corpus.scales)
 
 
 @dataclass(frozen=True, slots=True)
 class TextPacks:
-    """Source of one rank's share of any pack of text; see :class:`TextStream`."""
+    """Source of one rank's share of any pack (samples of a step) of text; see :class:`TextStream`."""
 
     samples: TextSamples
     order: SampleOrder
@@ -155,7 +155,7 @@ class TextPacks:
         return [self.samples.packed(chosen) for chosen in self._chosen(consumed)]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:
-        """Number of tokens that each document in the pack's rows lost, by microbatch."""
+        """Number of tokens that each document in the pack's rows lost to truncation, by microbatch."""
         return [self.samples.lost(chosen) for chosen in self._chosen(consumed)]
 
     def _chosen(self, consumed: int) -> Iterator[npt.NDArray[np.int64]]:

@@ -1,1 +1,1 @@
-"""Tokenizers."""
+"""Tokenizers of texts: byte-level, trained on the corpus, or from a ``tokenizer.json``."""

@@ -33,9 +33,9 @@ class TextTokenizer:
     Args:
         backend: tokenizer of the library ``tokenizers``.
         end_of_text: token that ends documents; part of the vocabulary.
-        description: description of the tokenizer, for people.
+        description: description of the tokenizer for messages.
         config: contents of ``tokenizer_config.json``.
-        beside: name -> contents of further files to copy into an exported model.
+        beside: contents of further files to copy into an exported model, by file name.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TextTokenizer:
         return "token" if self.recognises_special_tokens else "text"
 
     def spelled(self, texts: Iterable[str]) -> str:
-        """First special token that is spelled in some texts; empty if there is none."""
+        """First special token that one of the texts spells; empty if no text spells a special token."""
         return next((found.group() for text in texts if (found := self._spelled.search(text))), "")
 
     def id_of(self, token: str) -> int | None:
@@ -128,7 +128,7 @@ class TextTokenizer:
 
     @property
     def adds_end(self) -> bool:
-        """Whether the tokenizer itself adds the end of text to a text."""
+        """Whether the tokenizer itself adds the end-of-text token to a text."""
         return bool(np.any(self._added[1][-1:] == self.end_of_text_id))
 
     @cached_property
@@ -159,7 +159,7 @@ class TextTokenizer:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield pieces of a text, cut before a space between two words where possible: tokenizers start a token there."""
+    """Yield pieces of a text, cut before a space between two words where possible, where tokenizers start a token."""
     begin = 0
     while len(text) - begin > _PIECE + 1:
         end = begin + _PIECE
@@ -172,7 +172,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 @contextmanager
 def panics_refused(*texts: str | None) -> Iterator[None]:
-    """Turn any error of the tokenizer's library, including panics, into a ``DataError``.
+    """Context in which any error of the tokenizer's library, including panics, becomes a ``DataError``.
 
     Args:
         texts: texts that the library encodes as a whole.
@@ -191,11 +191,11 @@ def panics_refused(*texts: str | None) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, D9dError):
         raise
     except BaseException as error:  # PanicException is not an Exception
-        raise DataError(f"data.tokenizer: the tokenizer cannot encode a text: {error}; use another") from error
+        raise DataError(f"data.tokenizer: the tokenizer cannot encode a text: {error}; use another one") from error
 
 
 def _once(added: Ids, ids: Ids, at_end: bool = False) -> Ids:
-    """Token ids with ``added`` before or after them, unless they begin or end with it already."""
+    """Token ids with the ids ``added`` before or after them, unless they already begin or end with these ids."""
     there = ids[len(ids) - len(added) :] if at_end else ids[: len(added)]
     if np.array_equal(there, added):
         return ids

@@ -42,7 +42,7 @@ class BytesTokenizer(TextTokenizer):
 def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTokenizer:
     """Train a byte-level BPE tokenizer (Sennrich et al., Neural Machine Translation of Rare Words with Subword Units).
 
-    Deterministic: equal texts give the same tokenizer.
+    The result is deterministic: equal texts give the same tokenizer.
 
     Args:
         texts: texts to learn merges from.
@@ -71,7 +71,7 @@ def load_trained_bpe(directory: Path, end_of_text: str) -> TextTokenizer:
 
     Args:
         directory: directory of the tokenizer's files.
-        end_of_text: end-of-text token that it was trained with.
+        end_of_text: end-of-text token with which the tokenizer was trained.
     """
     return _trained(tokenizers.Tokenizer.from_buffer(read_regular(directory / TOKENIZER_FILE)), end_of_text)
 
@@ -95,7 +95,7 @@ def _make_byte_level(backend: tokenizers.Tokenizer, *, split_words: bool) -> Non
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Printable character -> byte. Printable Latin-1 stands for itself; the other bytes take 256, 257, ... in order."""
+    """Map of printable characters to bytes: printable Latin-1 to itself, and U+0100, U+0101, ... to the other bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}

@@ -63,10 +63,10 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
 
 
 def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
-    """Read a ``tokenizer.json`` after checking that its steps are bounded.
+    """Read a ``tokenizer.json`` after checking that its steps cannot make a short text very long.
 
     Raises:
-        DataError: the file cannot be read, or holds no such tokenizer.
+        DataError: the file cannot be read, or is no valid and bounded tokenizer.
     """
     try:
         content = read_regular(file, links="near")
@@ -121,4 +121,4 @@ def _end_of_text(backend: tokenizers.Tokenizer, config: dict[str, Any], wanted: 
     offer = f"its special tokens: {', '.join(special[:8])}" if special else "it has no special tokens"
     if wanted:
         raise DataError(f"data.end_of_text: {file} has no token {wanted!r}; {offer}")
-    raise DataError(f"data.end_of_text: {file} does not name the token that ends a text; set it here ({offer})")
+    raise DataError(f"data.end_of_text: {file} does not name the token that ends a text; set it ({offer})")

@@ -18,7 +18,7 @@ _NEEDED = "name the tokenizer that belongs to these weights in data.tokenizer"
 
 
 def with_tokenizer(config: C, pretrained: str | None) -> C:
-    """Dataset config with a tokenizer: its own, or else the pretrained model's.
+    """Return a dataset config that has a tokenizer: its own, or else the tokenizer of the pretrained model.
 
     Args:
         config: config of a dataset.
@@ -56,7 +56,7 @@ def _own(pretrained: str | None) -> Path | None:
 
 
 def _compare(config: ModelTextConfig | TokenizedConfig, own: Path) -> None:
-    """Raise if the configured tokenizer gives the model's tokens other ids."""
+    """Raise if the configured tokenizer gives tokens other ids than the tokenizer of the model."""
     choice = config.tokenizer
     assert choice is not None
     if isinstance(choice, BpeTokenizer):

@@ -19,12 +19,12 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def make_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, texts: Iterable[str]) -> TextTokenizer:
-    """Make, train or read the tokenizer.
+    """Make, train or read the tokenizer of a config.
 
     Args:
         choice: ``bytes``, a path, or the settings of a tokenizer to train.
         end_of_text: end-of-text token, if the config names one.
-        texts: texts to train on; unused otherwise.
+        texts: texts to train on; unused if no tokenizer is trained.
 
     Raises:
         DataError: the file is missing or holds no tokenizer.

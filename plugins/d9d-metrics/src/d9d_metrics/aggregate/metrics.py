@@ -33,10 +33,10 @@ class Aggregate(AccumulatedMetric):
         self.config: AggregateConfig = config
 
     def values(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Values in a wide dtype, and a mask of the selected ones; ``None`` if all are.
+        """Values in a wide dtype, and a mask of the selected values; ``None`` if all values are selected.
 
         Raises:
-            JobError: an observation is missing, or the mask does not fit.
+            JobError: an observation is missing, or the mask has another shape than the values.
         """
         config, name = self.config, self.config.selector
         values = read(observations, config.values, name)
@@ -106,7 +106,7 @@ class WeightedMean(Aggregate):
         """Add the values of one microbatch.
 
         Raises:
-            JobError: the weights do not fit.
+            JobError: the weights have another shape than the values.
         """
         values, mask = self.values(observations)
         name = self.config.selector
@@ -121,7 +121,7 @@ class WeightedMean(Aggregate):
 
 
 class Max(Aggregate):
-    """Aggregate metric: largest value; minus infinity before the first. A NaN may be lost when ranks are merged.
+    """Aggregate metric: largest value; minus infinity before the first value. Merging ranks may lose a NaN.
 
     Args:
         config: names of the observations and the series.
@@ -141,7 +141,7 @@ class Max(Aggregate):
 
 
 class Min(Aggregate):
-    """Aggregate metric: smallest value; infinity before the first. A NaN may be lost when ranks are merged.
+    """Aggregate metric: smallest value; infinity before the first value. Merging ranks may lose a NaN.
 
     Args:
         config: names of the observations and the series.

@@ -20,7 +20,8 @@ class Compose:
         build: function that builds a child from its config.
 
     Raises:
-        JobError: a child reads tallies of modules, which only a job's own metrics get.
+        JobError: a child reads tallies (counts that modules such as routers keep), which only the metrics listed
+            directly in the job get.
     """
 
     def __init__(self, config: ComposeConfig, build: Callable[[Any], Metric]) -> None:

@@ -14,7 +14,7 @@ Names = tuple[str, str]
 
 
 def misfit(predictions: Tensor, targets: Tensor, names: Names, wanted: str) -> JobError:
-    """Error about shapes that do not fit together."""
+    """Make the error about predictions and targets whose shapes do not fit together."""
     return JobError(
         f"metrics: '{names[0]}' of shape {list(predictions.shape)} and '{names[1]}' of shape {list(targets.shape)} do "
         f"not fit; {wanted}"
@@ -26,7 +26,7 @@ def align_classes(predictions: Tensor, targets: Tensor, classes: int, names: Nam
 
     Args:
         predictions: scores [..., C], or integers of the targets' shape.
-        targets: integers [...] or [..., 1]; or one-hot [..., C], with zeros only to ignore a sample.
+        targets: integers [...] or [..., 1]; or one-hot [..., C], where a row of zeros ignores the sample.
         classes: C.
         names: names of both observations, for the error message.
 
@@ -34,7 +34,7 @@ def align_classes(predictions: Tensor, targets: Tensor, classes: int, names: Nam
         Scores [N, C] or integers [N], and targets int64 [N], -100 for ignored samples.
 
     Raises:
-        JobError: the shapes do not fit.
+        JobError: the shapes of predictions and targets do not fit together.
     """
     if not predictions.is_floating_point() and predictions.shape == targets.shape:
         return predictions.flatten().long(), targets.flatten().long()
@@ -71,7 +71,7 @@ def align_binary(
         Probabilities of the positive class [N], float32 or wider, and targets int64 [N], -100 for ignored samples.
 
     Raises:
-        JobError: the shapes do not fit.
+        JobError: the shapes of predictions and targets do not fit together.
     """
     wanted = "give scores [...], [..., 1] or [..., 2], and targets of 0 and 1, [...] or [..., 1]"
     wide = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
@@ -106,7 +106,7 @@ def align_labels(
         names: names of both observations, for the error message.
 
     Raises:
-        JobError: the shapes do not fit.
+        JobError: the shapes of predictions and targets do not fit together.
     """
     if predictions.shape != targets.shape or predictions.ndim == 0 or predictions.shape[-1] != classes:
         raise misfit(predictions, targets, names, f"give both as [..., {classes}], a column for each label")

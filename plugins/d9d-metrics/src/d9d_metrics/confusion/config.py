@@ -16,7 +16,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 class BinaryProblem(Section):
-    """Problem with a yes or no for each sample."""
+    """Binary problem: each sample is positive or negative."""
 
     kind: Literal["binary"] = "binary"
     """Selects the problem."""
@@ -25,7 +25,7 @@ class BinaryProblem(Section):
 
 
 class MulticlassProblem(Section):
-    """Problem with one of several classes for each sample."""
+    """Multiclass problem: each sample belongs to one of several classes."""
 
     kind: Literal["multiclass"] = "multiclass"
     """Selects the problem."""
@@ -39,12 +39,12 @@ class MulticlassProblem(Section):
     def _some_are_left(cls, top_k: int | None, info: object) -> int | None:
         classes = getattr(info, "data", {}).get("num_classes")
         if top_k is not None and classes is not None and top_k >= classes:
-            raise ValueError(f"with {classes} classes, the {top_k} highest are all of them; choose a smaller number")
+            raise ValueError(f"with {classes} classes, the {top_k} highest scores are all scores; choose a smaller number")
         return top_k
 
 
 class MultilabelProblem(Section):
-    """Problem with a yes or no for each of several labels of a sample."""
+    """Multilabel problem: each of several labels applies to a sample or not."""
 
     kind: Literal["multilabel"] = "multilabel"
     """Selects the problem."""
@@ -103,7 +103,7 @@ class ConfusionConfig(PluginConfig):
     def _something_is_computed(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         # A length constraint in the field's type would count values with errors of their own as missing.
         if names is not None and not names:
-            raise ValueError("the list is empty; give at least one, or remove the field")
+            raise ValueError("the list is empty; give at least one name, or remove the field")
         return names
 
     @field_validator("function")
@@ -120,7 +120,7 @@ class ConfusionConfig(PluginConfig):
             if wanted and not given:
                 raise ValueError(f"the statistic '{statistic}' needs the field '{field}'")
             if given and not wanted:
-                raise ValueError(f"'{field}' has no effect; add '{statistic}' to statistics, or remove it")
+                raise ValueError(f"'{field}' has no effect; add '{statistic}' to statistics, or remove '{field}'")
         if isinstance(self.problem, BinaryProblem):
             if self.averages is not None:
                 raise ValueError("a binary problem has one class, so there is nothing to average; remove averages")

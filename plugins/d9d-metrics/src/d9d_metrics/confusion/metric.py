@@ -35,8 +35,8 @@ class ConfusionMetric(AccumulatedMetric):
 
     Counts are int64. Averages of a multiclass problem skip classes that neither occur nor are predicted; averages of a
     multilabel problem include all labels. A statistic with denominator zero has the value ``zero_division``. All values
-    are NaN before the first sample, and if a target was not a class: raising an error would need a synchronisation with
-    the GPU.
+    are NaN before the first sample. They also become NaN after a target that is not a class, because raising an error
+    would make the host wait for the GPU.
 
     Args:
         config: config of the metric.

@@ -15,7 +15,7 @@ Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Confusion(NamedTuple):
-    """Counts in a wide floating-point format: [C], or 0-d summed over all classes."""
+    """Counts of true and false positives and negatives, in float64: [C], or 0-d if summed over all classes."""
 
     tp: Tensor
     fp: Tensor
@@ -61,8 +61,8 @@ def own_function(path: str) -> Callable[[Confusion], Tensor]:
         path: ``package.module:function``.
 
     Raises:
-        JobError: it cannot be imported, or is not a function; when called: it raises, or does not return a tensor of
-            the counts' shape.
+        JobError: the function cannot be imported, or is not a function. A call of the result raises it if the function
+            raises, or does not return a tensor of the counts' shape.
     """
     try:
         function: Any = Ref(path).load()
@@ -94,7 +94,7 @@ def own_function(path: str) -> Callable[[Confusion], Tensor]:
 
 
 def macro(values: Tensor, kept: Tensor) -> Tensor:
-    """Mean over classes with ``kept`` that have a value; NaN if there are none."""
+    """Mean over the classes in the mask ``kept`` whose value is not NaN; NaN if there is no such class."""
     kept = kept & ~values.isnan()
     return values.where(kept, 0).sum() / kept.sum()
 

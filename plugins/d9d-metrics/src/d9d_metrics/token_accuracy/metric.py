@@ -14,9 +14,9 @@ from d9d_metrics.token_accuracy.config import TokenAccuracyConfig
 
 
 class TokenAccuracy(AccumulatedMetric):
-    """Token accuracy, top-k: fraction of the targets whose rank is less than k, exact, by the ranks of the loss op.
+    """Top-k token accuracy: exact fraction of the targets whose rank, as counted by the loss op, is less than k.
 
-    Tokens with the same probability as the target do not count against it.
+    Tokens with the same probability as the target do not raise its rank.
 
     Args:
         config: config with the numbers k.
@@ -31,7 +31,7 @@ class TokenAccuracy(AccumulatedMetric):
         """Count the hits of one microbatch.
 
         Raises:
-            JobError: the ranks are not observed.
+            JobError: the task does not give the observation of the ranks.
         """
         if self.config.ranks == "token_ranks" and "token_ranks" not in observations:
             raise JobError(

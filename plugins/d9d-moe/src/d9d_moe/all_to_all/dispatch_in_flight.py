@@ -26,18 +26,18 @@ _UNEQUAL = (
 
 
 class DispatchInFlight:
-    """Dispatch in flight: its all-to-all exchanges. Constructor, :meth:`wait`, backwards: collective over ``group``.
+    """All-to-all exchanges of a dispatch that was started. Constructor, :meth:`wait` and backwards are collective.
 
     Args:
         tokens: tokens of this rank [T, H].
         routing: routing of the tokens.
-        group: process group of the W ranks.
+        group: process group of the W ranks, over which the exchanges are collective.
         local: number of experts on each rank.
         side: side stream of the exchanges.
         unpermute: op that sums the returned gradients.
 
     Attributes:
-        plan: ranks that each token is sent to.
+        plan: ranks to which each token is sent.
         local: number of experts on each rank.
         sizes: numbers of rows by rank; set by :meth:`wait`.
         rows: R, or with padding an upper bound of R; set by :meth:`wait`.
@@ -79,7 +79,7 @@ class DispatchInFlight:
 
     @untraced
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for tokens [N, H], weights [N, k] and experts [N, k]; ``local`` marks experts of other ranks."""
+        """Wait for tokens [N, H], weights [N, k] and experts [N, k]; the index ``local`` marks experts of other ranks."""
         if self._pending is None:
             self._launch()
         assert self._pending is not None
@@ -92,11 +92,11 @@ class DispatchInFlight:
 
     @property
     def sent_slots(self) -> Tensor:
-        """Choice of a rank, out of T * W, for each row that was sent, int64 [S]; arbitrary for padding."""
+        """``token * W + rank`` of each row that was sent, int64 [S]; arbitrary for padding."""
         return self.plan.slots[: sum(self.sizes.sent)].clamp(min=0)
 
     def _exchange_counts(self) -> HostNumbers | None:
-        """Exchange the row counts of ranks and experts; start to copy the host's counts to it."""
+        """Exchange the row counts of ranks and experts, and start to copy to the host the counts that it needs."""
         plan, routing, ranks = self.plan, self._routing, self._ranks
         shapes = (*routing.indices.shape, routing.limit or 0)
         heads = [plan.tokens] if plan.padded is None else [torch.full_like(plan.tokens, number) for number in shapes]
@@ -111,7 +111,7 @@ class DispatchInFlight:
         return None
 
     def _launch(self) -> None:
-        """Launch both exchanges; without padding the host first waits for the sizes."""
+        """Launch the exchanges of tokens and labels; without padding, the host first waits for the sizes."""
         ranks = self._ranks
         if self._pending_sizes is not None:
             numbers = self._pending_sizes.wait()
@@ -153,7 +153,7 @@ def _to_gradients(arrived: Tensors, saved: Tensors, *, local: int, unpermute: Op
 
 
 def _of_choices(rows: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
-    """Values [T, k] of rows [S, k], read at the rank of each choice; zero for choices without an expert."""
+    """Values [T, k] of choices from rows [S, k], taken from the row sent to the choice's rank; zero without an expert."""
     if not len(rows):
         return rows.new_zeros(ranks.shape)
     absent = ranks >= places.shape[1]

@@ -26,13 +26,15 @@ from d9d_moe.dispatch.permutation import PermutingDispatcher
 class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
     """All-to-all dispatcher over gloo or NCCL; rank r of W has experts ``r * E / W`` to ``(r + 1) * E / W - 1``.
 
-    A token is sent once to each rank that has some of its experts, with their indices and weights. That rank copies it
-    to its experts and sums their weighted outputs; the partial sums are sent back, and the token's own rank adds them.
-    Gradients take the same way. Sums have a fixed order, so the same input gives the same bits.
+    A token is sent once to each rank that has some of its experts, with the indices and weights of these experts. The
+    receiving rank copies the token to its experts and sums their weighted outputs; the partial sums are sent back, and
+    the token's own rank adds them. Gradients are sent in the opposite directions. Sums have a fixed order, so the same
+    input gives the same bits.
 
-    Dispatch takes three collectives (counts, tokens, labels), combine one, and the backward of both three. On a GPU the
-    host waits once, for the sizes, in :meth:`~d9d_core.traits.Transfer.wait` of the dispatch, after the work launched
-    before it. With ``Routing.limit`` sizes follow from shapes, rows are padded, and the host never waits.
+    Dispatch takes three collectives (counts, tokens, labels), combine takes one, and the backward of both takes three.
+    On a GPU the host waits once, for the sizes, in :meth:`~d9d_core.traits.Transfer.wait` of the dispatch, after it has
+    launched the work before this call. With ``Routing.limit``, sizes follow from shapes, rows are padded, and the host
+    never waits.
 
     Args:
         group: process group of the ranks that share the experts.
@@ -58,7 +60,7 @@ class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
     def dispatch(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
         """Start the dispatch of tokens [T, H] to their experts. Collective over the group.
 
-        With ``routing.limit``, all ranks must have the same T, k and limit; a comparison on the device checks that.
+        With ``routing.limit``, all ranks must have the same T, k and limit; the values are compared on the device.
         """
         if len(routing.counts) != self.experts:
             raise ValueError(
@@ -96,7 +98,7 @@ class AllToAllHandle(NamedTuple):
 
 
 class PendingDispatch:
-    """Dispatch in progress."""
+    """Dispatch in progress: the result of :meth:`AllToAllDispatcher.dispatch`."""
 
     __slots__ = ("_in_flight", "_permute")
 
@@ -115,7 +117,7 @@ class PendingDispatch:
 
 
 class PendingCombine:
-    """Combine in progress."""
+    """Combine in progress: the result of :meth:`AllToAllDispatcher.combine`."""
 
     __slots__ = ("_exchange", "_group", "_handle", "_pending", "_sum")
 

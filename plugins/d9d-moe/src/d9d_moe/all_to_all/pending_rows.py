@@ -37,7 +37,7 @@ class PendingRows:
     """All-to-all in progress; neither sent nor received rows may be used before :meth:`wait`.
 
     Args:
-        leaving: rows to send, kept alive until then.
+        leaving: rows to send, kept alive until :meth:`wait`.
         arriving: memory for the received rows [N, ...].
         work: handle of the collective.
     """
@@ -50,7 +50,7 @@ class PendingRows:
         self._work = work
 
     def wait(self) -> Tensor:
-        """Wait for the rows [N, ...]. On a GPU the current stream waits, not the host."""
+        """Wait for the rows [N, ...]; on a GPU, only the current stream waits."""
         self._work.wait()
         self._leaving = None
         if self._arriving.is_cuda:  # it may have been allocated on another stream

@@ -1,4 +1,4 @@
-"""Plan of a dispatch: the ranks that each token is sent to, and the labels sent with it.
+"""Plan of a dispatch: the ranks to which each token is sent, and the labels that are sent with the token.
 
 A token is sent once to each rank that has any of its experts.
 
@@ -20,7 +20,7 @@ class Plan(NamedTuple):
         slots: int64 [T * min(W, k)] or [S] with padding, ``token * W + rank`` of each row; -1 for padding and beyond S.
         places: int64 [T, W], row for each rank; at least S if the token is not sent to the rank.
         tokens: int64 [W], number of tokens for each rank.
-        padded: number of rows reserved for each rank; ``None`` if it is not known from shapes alone.
+        padded: number of rows reserved for each rank; ``None`` if the number is not known from shapes alone.
     """
 
     slots: Tensor
@@ -36,7 +36,7 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
         indices: int64 [T, k], expert of each choice; the number of experts for a dropped choice.
         ranks: W.
         local: number of experts on each rank.
-        limit: most tokens of an expert; makes the number of rows static.
+        limit: maximum number of tokens of an expert, which makes the number of rows static; ``None`` for no limit.
     """
     count = len(indices)
     goes = torch.zeros(count, ranks + 1, dtype=torch.bool, device=indices.device)

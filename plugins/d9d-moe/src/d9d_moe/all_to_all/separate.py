@@ -21,8 +21,8 @@ class SeparateDispatcher:
     """Separate all-to-all dispatcher: the token's rank sums the experts' outputs, in the order of a single process.
 
     :class:`AllToAllDispatcher` sums the outputs of a rank's experts before it sends them back, so the order of the sum
-    depends on the placement of experts. Here each of the T * k choices is sent as a token with one expert. The price is
-    k sent rows per token, instead of at most one per rank.
+    depends on the placement of experts. This dispatcher sends each of the T * k choices as a token with one expert: k
+    rows per token, instead of at most one row per token and rank.
 
     Args:
         inner: dispatcher that sends and returns rows.
@@ -34,7 +34,7 @@ class SeparateDispatcher:
         self.outside_graph = inner.outside_graph
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the inner dispatcher, which this one uses too."""
+        """Op slots of the inner dispatcher, which this dispatcher uses too."""
         return self.inner.op_slots()
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """CUDA stream of all-to-all exchanges, which therefore wait only for their rows, not for later launches."""
+    """CUDA stream for all-to-all exchanges, which therefore wait only for their rows, not for kernels launched later."""
 
     __slots__ = ("_stream",)
 
@@ -19,11 +19,11 @@ class SideStream:
 
     @contextmanager
     def active(self, tensor: Tensor, *, follow: bool = False) -> Iterator[None]:
-        """Context that launches on the side stream. Does nothing unless ``tensor`` is on CUDA.
+        """Context manager that launches kernels on the side stream. Does nothing unless ``tensor`` is on CUDA.
 
         Args:
             tensor: a tensor of the exchange.
-            follow: first wait for the work queued so far on the current stream.
+            follow: whether the side stream first waits for the work queued so far on the current stream.
         """
         if not tensor.is_cuda:
             yield
@@ -55,7 +55,7 @@ class HostNumbers:
             self._event.record()
 
     def wait(self) -> list[int]:
-        """Wait on the host for the integers."""
+        """Wait on the host until the copy is complete, and return the integers."""
         if self._event is not None:
             self._event.synchronize()
         numbers: list[int] = self._numbers.tolist()

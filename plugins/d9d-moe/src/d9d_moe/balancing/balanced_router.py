@@ -20,7 +20,7 @@ from d9d_moe.router.routing import count_rows
 
 
 class BalancedRouter(nn.Module):
-    """Balanced router: base of routers that count their choices, and that balancers act on.
+    """Balanced router: base of routers that count their choices and have balancers (losses or bias updates).
 
     Implements the traits ``AddsLosses``, ``HasTallies``, ``Adapts`` and ``LayoutDependent``. All buffers except the
     bias hold values of one forward or step and are not saved; they are overwritten on the device.
@@ -30,7 +30,7 @@ class BalancedRouter(nn.Module):
     positions; ``dropped`` int64, rows dropped because their expert was full, if there is a capacity. Padding is not
     counted.
 
-    Loss terms are scaled by factors that the training loop sets; in a router alone the factors are zero.
+    Loss terms are scaled by factors that the training loop sets; without a training loop, the factors are zero.
 
     Args:
         experts: E.
@@ -39,7 +39,7 @@ class BalancedRouter(nn.Module):
         drops: whether rows may be dropped.
 
     Raises:
-        BuildError: two balancers add the same term or update the bias, or one is neither a loss nor a bias update.
+        BuildError: two balancers add the same term or update the bias, or a balancer is neither a loss nor a bias update.
     """
 
     def __init__(self, experts: int, balancing: Sequence[Balancer], *, selection_bias: bool, drops: bool) -> None:
@@ -71,10 +71,10 @@ class BalancedRouter(nn.Module):
                 raise BuildError("router: two balancers update the selection bias; keep one of them")
             self._update = balancer
         else:
-            raise BuildError(f"router: {balancer!r} is neither a BalancingLoss nor a BiasUpdate")
+            raise BuildError(f"router: the balancer {balancer!r} is neither a BalancingLoss nor a BiasUpdate")
 
     def layout_dependence(self) -> Sequence[str]:
-        """Balancers whose result depends on the division of a batch into microbatches and over ranks."""
+        """Describe the balancers whose result depends on the division of a batch into microbatches and over ranks."""
         kinds = [type(balancer).__name__ for balancer in self.balancing if not balancer.layout_invariant]
         return [f"{kind} balances the experts of each microbatch on each rank separately" for kind in kinds]
 
@@ -87,30 +87,30 @@ class BalancedRouter(nn.Module):
         return {term: loss.loss_term() for term, loss in self._losses.items()}
 
     def loss_factors(self) -> Mapping[str, Tensor]:
-        """Buffer of each term's factor."""
+        """Buffers of the factors of the loss terms, by term."""
         return {term: self.get_buffer(f"{term}_factor") for term in self._losses}
 
     def loss_sums(self) -> Mapping[str, Tensor]:
-        """Buffer of each term's sum."""
+        """Buffers of the sums of the loss terms over a microbatch, by term."""
         return {term: self.get_buffer(f"{term}_sum") for term in self._losses}
 
     def tallies(self) -> Mapping[str, Tensor]:
-        """Buffer of each tally."""
+        """Buffers of the tallies (counts of a microbatch), by name."""
         return {name: self.get_buffer(f"tally_{name}") for name in self._tallies}
 
     def adapts_to(self) -> Sequence[str]:
-        """Tally of the rows of each expert, if a balancer updates the bias."""
+        """Names of the tallies that :meth:`adapt` needs: the rows of each expert, if a balancer updates the bias."""
         return ("expert_tokens",) if self._update is not None else ()
 
     @torch.no_grad()
     def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
-        """Update the bias from the rows of the whole step, if a balancer does so; does not synchronise."""
+        """Update the selection bias from the rows of the whole step, if a balancer updates it; the host does not wait."""
         if self._update is not None:
             bias = self.get_buffer("selection_bias")
             bias.copy_(torch.where(finite, self._update.moved(bias, tallies["expert_tokens"]), bias))
 
     def everywhere(self, choice: Choice, context: ContextShare | None, scores: Callable[[Tensor], Tensor]) -> Choice:
-        """Choice for all positions of the samples. With losses, collective over ``cp``, also in the backward."""
+        """Gather the choice of all positions of the samples. With losses, collective over ``cp``, also in the backward."""
         if context is None or not self.loss_terms():
             return choice
 
@@ -124,7 +124,7 @@ class BalancedRouter(nn.Module):
     def collectives_everywhere(
         self, step: StepShape, context: ContextShare | None, chosen: int
     ) -> Sequence[ContextCall]:
-        """Collectives of :meth:`everywhere`, for ``chosen`` experts of each token; none without losses."""
+        """Collectives of :meth:`everywhere`, for ``chosen`` experts of each token; no collectives without losses."""
         if context is None or not self.loss_terms():
             return ()
         ranks = context.ranks

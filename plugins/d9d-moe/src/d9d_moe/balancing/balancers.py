@@ -22,11 +22,11 @@ class SequenceBalance:
     """Sequence balancer: balancing loss ``sum_i f_i P_i`` per sample; 1 if all experts are used equally, at most E / k.
 
     f_i = E / (k S) * (number of tokens of the sample that chose expert i); P_i is the mean of expert i's normalised
-    scores: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. The actual choice counts, which may differ from the k
-    best scores of equation 18 because of a bias or of groups.
+    scores: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. f_i counts the experts actually chosen, which may differ
+    from the k best scores of equation 18 because of a bias or of groups.
 
-    Layout invariant as long as each sample is whole on a rank: if ranks share the positions of a sample, each part is
-    balanced separately.
+    The loss does not depend on the layout as long as each rank has whole samples: if ranks share the positions of a
+    sample, each part is balanced separately.
     """
 
     coefficient: float
@@ -54,8 +54,8 @@ class BatchBalance:
     value does not grow with k. Transformers' ``router_aux_loss_coef`` multiplies k times this value, computed over all
     layers at once instead of summed over layers.
 
-    Single samples may be unbalanced as long as the microbatch is balanced. The loss therefore depends on which samples
-    share a microbatch and a rank: it is not layout invariant.
+    Single samples may be unbalanced as long as the microbatch is balanced. The loss therefore depends on the layout,
+    which decides which samples share a microbatch and a rank.
     """
 
     coefficient: float
@@ -96,7 +96,7 @@ class ZLoss:
 
 @dataclass(frozen=True)
 class SignUpdate:
-    """Bias update ``b_i += rate * sign(mean load - load_i)``: experts below the mean gain a fixed step.
+    """Bias update ``b_i += rate * sign(mean load - load_i)``: raises experts with a load below the mean by a fixed step.
 
     Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1.
     """
@@ -105,12 +105,12 @@ class SignUpdate:
     layout_invariant: ClassVar[bool] = True
 
     def moved(self, bias: Tensor, counts: Tensor) -> Tensor:
-        """New bias. Loads are compared as integers: an expert at exactly the mean keeps its bias."""
+        """Return the new bias. Loads are compared as integers: an expert whose load is exactly the mean keeps its bias."""
         return bias + self.rate * (counts.sum() - counts * len(counts)).sign()
 
 
 def _at_least_one(number: Tensor | int) -> Tensor | int:
-    """Clamp a divisor to at least 1; the dividend is zero where it was 0."""
+    """Clamp a divisor to at least 1, for quotients whose dividend is zero where the divisor is 0."""
     return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
 
 

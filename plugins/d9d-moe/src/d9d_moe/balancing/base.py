@@ -23,7 +23,7 @@ class Choice(NamedTuple):
         scores: [T, E], without the selection bias.
         indices: int64 [T, k], chosen experts, including dropped choices; E for padding.
         samples: B; the tokens are B samples of equal length, one after another.
-        padding: bool [T], padded positions, which are not counted; ``None`` if there are none.
+        padding: bool [T], padded positions, which are not counted; ``None`` if there is no padding.
     """
 
     logits: Tensor
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
         return shares if self.padding is None else shares.masked_fill(self.padding.unsqueeze(1), 0)
 
     def rows(self, parts: int) -> Tensor:
-        """Number of choices of each expert, [parts, E], in each of ``parts`` equal parts of the tokens."""
+        """Number of times that each expert is chosen in each of ``parts`` equal parts of the tokens, [parts, E]."""
         experts = self.scores.shape[1]
         chosen = self.indices.reshape(parts, self.indices.numel() // max(parts, 1))
         # The last column is for padding.
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
         return counts.scatter_add(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))[:, :experts]
 
     def lengths(self) -> Tensor | int:
-        """Number of positions of each sample without padding, int64 [B]; without any padding one int for all."""
+        """Number of positions of each sample without padding, int64 [B]; a single int if there is no padding."""
         length = len(self.scores) // max(self.samples, 1)
         return length if self.padding is None else self.padding.logical_not().view(self.samples, length).sum(dim=1)
 
@@ -70,7 +70,7 @@ class BalancingLoss(Protocol):
         ...
 
     def loss_term(self) -> LossTerm:
-        """Coefficient of the term, and the unit that it is averaged over."""
+        """Coefficient of the loss term, and the unit (such as samples or positions) over which the loss is averaged."""
         ...
 
     def total(self, choice: Choice) -> Tensor:
@@ -80,7 +80,7 @@ class BalancingLoss(Protocol):
 
 @runtime_checkable
 class BiasUpdate(Protocol):
-    """Update of a router's selection bias, once per optimizer step."""
+    """Protocol of updates of a router's selection bias, once per optimizer step."""
 
     @property
     def layout_invariant(self) -> bool:

@@ -52,7 +52,7 @@ _NAMES = tuple(kind.model_fields["name"].default for kind in (AuxiliaryLossConfi
 
 
 def _named(value: Any) -> Any:
-    """Turn a bare name into a mapping; raise an error that lists the known names for other values."""
+    """Convert a name without settings to a mapping; an unknown name raises an error that lists the known names."""
     if isinstance(value, PluginConfig):
         return value
     fields = {"name": value} if isinstance(value, str) else value

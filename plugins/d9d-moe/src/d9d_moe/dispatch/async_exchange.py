@@ -1,9 +1,9 @@
 """Asynchronous exchange of tensors whose forward and backward both overlap with other computation.
 
-Autograd runs the backwards of functions in the reverse order of their forward calls. Therefore there are two functions:
-one starts the exchange, before the overlapped computation, and one finishes it, after that. In the backward, gradients
-are sent in the second function and awaited in the first. The tensors passed between the two functions have not arrived
-yet, so placeholders stand in for them.
+Autograd runs the backwards of functions in the reverse order of their forward calls. An exchange therefore consists of
+two autograd functions: the first starts the exchange before the overlapped computation, and the second finishes the
+exchange after this computation. In the backward, the second function sends the gradients, and the first function waits
+for them. The tensors passed between the two functions have not arrived yet, so placeholders stand in for them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ T = TypeVar("T")
 def untraced(function: F) -> F:
     """Exclude a function from ``torch.compile``: the graph breaks there, and the function runs eagerly.
 
-    For communication that is awaited elsewhere: Dynamo would begin to trace it and then fail. Importing Dynamo takes
-    time.
+    It is meant for communication that another function awaits, which Dynamo would begin to trace and then fail. Dynamo is
+    imported only in the first call, because the import takes time.
     """
     opaque: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return opaque
@@ -36,7 +36,7 @@ class OutsideGraph:
 
     @untraced
     def outside_graph(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function, and compile nothing of it."""
+        """Call a function without compiling any of it."""
         return function(*args)
 
 
@@ -50,9 +50,9 @@ class AsyncExchange:
 
     Args:
         tensors: tensors that may have gradients.
-        saved: tensors that ``to_gradients`` needs; all else that it refers to must be small, and the same in a
-            recomputation.
-        to_gradients: function (received tensors, ``saved``) -> gradient of each of the tensors.
+        saved: tensors that ``to_gradients`` needs; all other objects to which it refers must be small, and the same
+            when activation checkpointing recomputes the forward.
+        to_gradients: function of the received tensors and ``saved`` that returns the gradient of each of the tensors.
     """
 
     __slots__ = ("_link", "_tensors")
@@ -76,15 +76,15 @@ class AsyncExchange:
         Args:
             pending: exchange in progress; received integers have no gradient.
             saved: tensors that ``send`` needs.
-            send: function (gradients of the received tensors, ``saved``) -> exchange in progress. Called in the
-                backward.
+            send: function of the gradients of the received tensors and ``saved`` that starts and returns the exchange of
+                the gradients. Called in the backward.
         """
         arrived: Tensors = _FinishExchange.apply(self._link, send, pending, len(self._tensors), *self._tensors, *saved)
         return arrived
 
 
 class _Link:
-    """State shared by both functions; kept small, because it lives as long as the graph."""
+    """State shared by the two autograd functions of an exchange; small, because it lives as long as the autograd graph."""
 
     __slots__ = ("back",)
 

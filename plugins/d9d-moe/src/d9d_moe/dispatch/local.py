@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class CompletedTransfer(Generic[T]):
-    """Transfer that takes no time.
+    """Transfer that is complete from the start, because no communication is needed.
 
     Args:
         value: result of :meth:`wait`.
@@ -52,14 +52,14 @@ class LocalHandle(NamedTuple):
 class LocalDispatcher(PermutingDispatcher):
     """Local dispatcher: sorts the rows of one process by expert, within an expert by token.
 
-    Does not synchronise with the device. Gradients are sums in a fixed order, without atomics, so the same input gives
+    The host does not wait for the device. Gradients are sums in a fixed order, without atomics, so the same input gives
     the same bits.
     """
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> CompletedTransfer[Dispatched]:
         """Copy tokens [T, H] to rows [T * k, H], or with a limit to at most E * limit rows.
 
-        Rows of dropped choices come last, and are spare.
+        Rows of dropped choices come last, as spare rows, which belong to no expert.
         """
         rows = routing.indices.numel()
         if routing.limit is not None:

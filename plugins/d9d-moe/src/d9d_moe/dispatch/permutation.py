@@ -1,16 +1,16 @@
 """Ops ``permute`` (copy tokens to rows) and ``unpermute`` (sum rows to tokens); each is the other's backward.
 
-The gradients are written out, because autograd's gradient of an index adds rows atomically: in any order, and in the
-narrow dtype. Sums add the experts of a token one after another, so that no tensor of T x k x H in float32 is made. All
-operations are plain indexing, which a compiler fuses.
+The gradients are implemented explicitly, because autograd's gradient of indexing adds rows atomically, in any order and
+in the narrow dtype. Sums add the experts of a token one after another, so that no tensor of T x k x H in float32 is
+made. All operations are plain indexing, which a compiler fuses.
 
 Shapes: T tokens, H features, k choices of each token, R rows, at most one for each choice.
 
 Two tensors relate rows and choices:
 
 - slots: int64 [R], the choice of each row: ``token * k + index among the token's k choices``.
-- places: int64 [T, k], the row of each choice, the inverse of ``slots``. R or more: the choice has no row (is absent).
-  The host knows whether there can be absent choices (``absent``); if not, masking is skipped.
+- places: int64 [T, k], the row of each choice, the inverse of ``slots``. A value of R or more means that the choice has
+  no row (is absent). The host knows whether there can be absent choices (``absent``); if not, masking is skipped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
     Args:
         tokens: [T, H].
         slots: int64 [R].
-        places: int64 [T, k]. A row that is no choice's place gets a copy too, and its gradient is dropped.
+        places: int64 [T, k]. A row to which no choice refers gets a copy too, and its gradient is dropped.
         absent: whether choices may be absent.
 
     Returns:
@@ -67,7 +67,7 @@ def unpermute(
         slots: int64 [R].
         places: int64 [T, k].
         weights: [T, k]. Weights of absent choices get zero gradients.
-        absent: whether choices may be absent. Without weights, the gradients of rows that are no choice's place are
+        absent: whether choices may be absent. Without weights, the gradients of rows to which no choice refers are
             arbitrary.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Collectives of expert parallelism in a step, from shapes and an even use of experts.
+"""Collectives of expert parallelism in a step, predicted from shapes.
 
-The router decides which ranks a token is sent to, so the sizes are expected values for equally likely experts; the
+The router decides to which ranks a token is sent, so the sizes are expected values for equally likely experts; the
 numbers of collectives are exact.
 """
 
@@ -25,8 +25,8 @@ class ExpertCommunication:
     """Communication (:class:`d9d_core.strategy.Communication`) of expert parallelism: tokens are sent by all-to-all.
 
     Attributes:
-        layers: qualified name of a layer with experts -> the layer, and the dispatcher that this strategy gave it.
-            Layers whose dispatcher was replaced since are skipped.
+        layers: layers with experts by qualified name, each with the dispatcher that this strategy gave it. A layer is
+            skipped if another strategy has replaced its dispatcher.
         experts: number of experts of each layer on all ranks.
         ranks: ranks along ``ep``.
         split: number of ranks of ``tp``, which split the positions.
@@ -68,7 +68,7 @@ class ExpertCommunication:
 
 
 def rows_of_token(ranks: int, experts: int, chosen: int) -> float:
-    """Expected number of ranks that a token is sent to, if all experts are equally likely.
+    """Expected number of ranks to which a token is sent, if all experts are equally likely.
 
     Args:
         ranks: number of ranks, each with the same number of experts.

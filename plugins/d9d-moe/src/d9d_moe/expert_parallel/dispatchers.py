@@ -11,13 +11,13 @@ from torch import nn
 
 
 def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher]) -> tuple[str, ...]:
-    """Replace the dispatcher of every layer with experts, in place; layers with the same number of experts share one.
+    """Replace the dispatcher of every layer with experts, in place; layers with the same number of experts share a dispatcher.
 
-    For strategies at the anchor ``expert``, position ``after``, which replace the dispatchers of ``expert_parallel``.
+    Strategies at the anchor ``expert``, position ``after``, call it to replace the dispatchers of ``expert_parallel``.
 
     Args:
         stage: stage whose modules are searched.
-        make: function from the number of experts on all ranks to the dispatcher.
+        make: function that makes the dispatcher for a number of experts on all ranks.
 
     Returns:
         Names of the layers; empty if the stage has no experts.
@@ -38,6 +38,6 @@ def experts_of(layer: HasExperts) -> int:
     sizes = {len(parameter) for bank in layer.expert_banks().values() for parameter in bank.parameters()}
     if len(sizes) != 1:
         raise BuildError(
-            f"{type(layer).__name__} has parameters of {sorted(sizes)} experts; dimension 0 of all must be the expert"
+            f"{type(layer).__name__} has parameters of {sorted(sizes)} experts; dimension 0 of each must be the expert"
         )
     return sizes.pop()

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 
 def compute_with_local_banks(bank: nn.Module) -> None:
-    """Make a module's forward use local shards ``[experts here, ...]`` of its DTensors. In place.
+    """Change a module in place so that its forward uses the local shards ``[local experts, ...]`` of its DTensors.
 
-    The module and its kernels therefore handle no DTensor. The gradient of a local shard is the DTensor's gradient: the
-    tokens of all ranks were sent to the experts, so there is nothing to reduce over ``ep``.
+    The module and its kernels therefore handle no DTensors. The gradient of a local shard is the DTensor's local gradient:
+    the tokens of all ranks were sent to the experts, so no gradient is reduced over ``ep``.
 
     Args:
         bank: module that owns parameters, each sharded over ranks in dimension 0; its children are not changed.
@@ -24,10 +24,12 @@ def compute_with_local_banks(bank: nn.Module) -> None:
 
 
 class LocalBanks:
-    """Forward of a bank with a rank's local experts. Not a closure, because deep copies must use their own parameters.
+    """Forward of a bank with a rank's local experts.
+
+    It is not a closure, because a deep copy of the module must use its own parameters.
 
     Args:
-        bank: module to compute with.
+        bank: module whose local shards are used.
         forward: original forward of the module.
     """
 

@@ -42,7 +42,7 @@ class ExpertParallel:
         """Turn banks into DTensors and replace dispatchers. Collective over all ranks.
 
         Raises:
-            BuildError: ``ep`` does not divide the number of experts, or the model has none.
+            BuildError: ``ep`` does not divide the number of experts, or the model has no experts.
         """
         mesh, group = topology.mesh(VIEW, "ep"), topology.group(VIEW, "ep")
         assert group is not None  # there is a mesh

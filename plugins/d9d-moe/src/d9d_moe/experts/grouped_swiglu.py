@@ -49,7 +49,7 @@ class GroupedSwiGLU(nn.Module):
         nn.init.normal_(self.down_proj, std=self.output_std)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the grouped products and of the gate."""
+        """Slots of the ops ``grouped_linear`` (matrix products) and ``silu_mul`` (gate)."""
         return {"into": self.into, "out_of": self.out_of, "silu_mul": self.silu_mul}
 
     def banks(self) -> Mapping[str, nn.Parameter]:
@@ -71,7 +71,7 @@ class GroupedSwiGLU(nn.Module):
         Args:
             tokens: [R, H], sorted by expert.
             counts: int64 [E], rows of each expert.
-            spare_rows: whether there may be rows beyond the counted ones; their outputs are zeros.
+            spare_rows: whether there may be rows beyond the sum of ``counts``, whose outputs are zeros.
 
         Returns:
             [R, H].

@@ -20,8 +20,8 @@ from d9d_moe.router.top_k import TopKRouter
 class MoELayer(nn.Module):
     """MoE layer: weighted sum of the outputs of each token's experts, plus an optional shared expert for all tokens.
 
-    Qwen3-MoE has no shared expert, DeepSeek-V3 has one ("DeepSeek-V3", equation 12), Qwen2-MoE multiplies it by a
-    sigmoid gate.
+    Qwen3-MoE has no shared expert, DeepSeek-V3 has a shared expert ("DeepSeek-V3", equation 12), and Qwen2-MoE multiplies
+    the output of its shared expert by a sigmoid gate.
 
     Args:
         router: router that chooses experts for each token.
@@ -62,12 +62,14 @@ class MoELayer(nn.Module):
         return {"experts": self.experts}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of router and experts: replicated, on a rank's own positions. A shared expert has its own plan."""
+        """Tensor-parallel styles of router and experts: replicated; each rank computes its own positions.
+
+        A shared expert has its own plan."""
         gate = {} if self.shared_gate is None else {"shared_gate": TensorStyle.SEQUENCE}
         return {"router": TensorStyle.SEQUENCE, "experts": TensorStyle.SEQUENCE, **gate}
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the dispatcher, if it has any; the experts declare their own."""
+        """Op slots of the dispatcher, if it has any; the experts declare their own op slots."""
         slots = self.dispatcher.op_slots() if isinstance(self.dispatcher, HasOps) else {}
         return {f"dispatcher.{name}": slot for name, slot in slots.items()}
 
@@ -76,8 +78,8 @@ class MoELayer(nn.Module):
 
         Args:
             hidden: [B, S, H].
-            padding: bool [B, S], padded positions, which no expert computes and no tally counts; ``None`` if there are
-                none. Covers all positions, even if ranks of ``tp`` split ``hidden``.
+            padding: bool [B, S], padded positions, which no expert computes and no tally counts; ``None`` if there is no
+                padding. Covers all positions, even if ranks of ``tp`` split ``hidden``.
         """
         tokens = hidden.flatten(0, 1)
         routing = self.router(tokens, samples=len(hidden), padding=None if padding is None else padding.flatten())

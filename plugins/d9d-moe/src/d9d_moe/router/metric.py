@@ -29,8 +29,8 @@ class RouterMetric:
     ``router/mean_violation``, the maximum and the mean over layers of the excess of the fullest expert
     (``max_i load_i / mean load - 1``: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", equation 4);
     ``router/dropped``, the fraction of rows dropped because their expert was full, if a router has a capacity. The
-    table ``router/load`` [L, E] has each expert's rows relative to a uniform load; NaN past a layer's last expert. A
-    layer without tokens, such as in a period of skipped steps, has the values NaN and is left out of averages.
+    table ``router/load`` [L, E] has each expert's rows relative to a uniform load; NaN after a layer's last expert. The
+    values of a layer without tokens, for example after a period of skipped steps, are NaN and left out of averages.
 
     Args:
         config: config of the metric.
@@ -48,7 +48,7 @@ class RouterMetric:
         """Find the routers of a stage.
 
         Raises:
-            BuildError: the stage has none.
+            BuildError: the model has no routers.
         """
         tallies = {name: module.tallies() for name, module in modules_with(stage, HasTallies).items()}
         routers = {name: found for name, found in tallies.items() if found.keys() >= _ROUTER}
@@ -136,7 +136,7 @@ class RouterMetric:
         return values | {"router/load": Table(load, **labels, neutral=1.0, rows=_short(self._routers))}
 
     def reset(self) -> None:
-        """Set the sums to zero, on their current device, because moving them there again would synchronise."""
+        """Set the sums to zero on their device; copying new zeros there would make the host wait for the device."""
         self._state = {key: torch.zeros_like(total) for key, total in self._state.items()}
         self._empty = True
 
@@ -160,7 +160,7 @@ class RouterMetric:
 
 
 def _short(names: Sequence[str]) -> tuple[str, ...]:
-    """Shorten ``layers.1.ffn.router`` to ``1``, if each name has one number and the names differ in nothing else."""
+    """Shorten names such as ``layers.1.ffn.router`` to ``1``, if they differ only in the one number of each name."""
     split = [name.split(".") for name in names]
     numbers = tuple(part for parts in split for part in parts if part.isdecimal())
     around = {tuple("" if part.isdecimal() else part for part in parts) for parts in split}

@@ -12,8 +12,8 @@ from torch import Tensor
 class TopKRouting:
     """Routing by a top-k router: experts and weights of each token; a :class:`~d9d_core.traits.Routing`.
 
-    Neither a tuple nor a dataclass, because FSDP's mixed precision would cast their tensors, and weights must stay wide
-    until outputs are summed.
+    This class is neither a tuple nor a dataclass, because FSDP's mixed precision would cast the tensors of a tuple or
+    dataclass, and weights must stay in a wide dtype until outputs are summed.
 
     Args:
         indices: int64 [T, k], experts of each token; an expert may occur several times. The index E, one past the last
@@ -21,8 +21,8 @@ class TopKRouting:
         weights: [T, k], factors of the experts' outputs; float32, or float64 for float64 hidden states.
         scores: [T, E] in the dtype of the weights, scores of all experts without the selection bias.
         counts: int64 [E], rows of each expert, on the device of the indices; choices with index E are not counted.
-        limit: most rows of an expert, known from shapes alone; ``None`` for no limit.
-        incomplete: whether some indices may be E; always with a limit.
+        limit: maximum number of rows of an expert, known from shapes alone; ``None`` for no limit.
+        incomplete: whether some indices may be E; always true with a limit.
     """
 
     __slots__ = ("counts", "incomplete", "indices", "limit", "scores", "weights")
@@ -48,7 +48,7 @@ class TopKRouting:
     def of(
         cls, indices: Tensor, weights: Tensor, experts: int, limit: int | None = None, *, incomplete: bool = False
     ) -> TopKRouting:
-        """Make a routing from given indices int64 [T, k]: counts follow from them, scores are zeros."""
+        """Make a routing from given indices int64 [T, k], with the counts of the indices and with zero scores."""
         counts, scores = count_rows(indices, experts), weights.new_zeros(len(indices), experts)
         return cls(indices, weights, scores, counts, limit, incomplete=incomplete)
 
@@ -56,7 +56,7 @@ class TopKRouting:
 def count_rows(indices: Tensor, experts: int) -> Tensor:
     """Rows of each expert, int64 [E], from indices int64 [T, k]; choices with index E are not counted.
 
-    Not ``torch.bincount``, which synchronises with the device to learn the length of its result.
+    The function does not use ``torch.bincount``, for which the host waits to learn the length of the result.
     """
     rows = indices.flatten()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=rows.device)

@@ -17,10 +17,10 @@ _MOST_MAXIMA = 16
 def best(scores: Tensor, count: int) -> Tensor:
     """Indices int64 [..., count] of the highest scores [..., N], best first; of equal scores, the lowest index.
 
-    ``torch.topk`` does not define which of equal scores it returns, so devices and releases differ. A stable sort does,
-    but inductor took almost a minute to compile it for 128 experts. So up to 16 best of float32 scores are found as
-    successive maxima of unique integers: the bits of the score in sorting order, then the reversed index. NaN is above
-    all numbers, as in a sort.
+    ``torch.topk`` does not define which of equal scores it returns, so devices and releases differ. A stable sort has a
+    defined order, but inductor took almost a minute to compile it for 128 experts. Up to 16 best float32 scores are
+    therefore found as successive maxima of unique integers: the bits of the score in sorting order, then the reversed
+    index. NaN counts as larger than all numbers, as in a sort.
     """
     if scores.dtype != torch.float32 or count > _MOST_MAXIMA:
         order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
@@ -57,12 +57,12 @@ def keep_best_groups(scores: Tensor, groups: int, count: int) -> Tensor:
 def over_capacity(indices: Tensor, limit: int | Tensor) -> Tensor:
     """Mask of choices, bool [T, k], beyond an expert's capacity of ``limit`` rows, first come, first served.
 
-    All tokens' first choices come before the second choices, and equal choices are in the order of tokens:
+    The first choices of all tokens come before the second choices; choices of the same number are in token order:
     Lepikhin et al. 2020, "GShard", algorithm 1; Fedus et al. 2021, "Switch Transformers", section 2.2.
 
     Args:
         indices: int64 [T, k], experts of each token, best first.
-        limit: most rows of an expert, as a number or a 0-d tensor.
+        limit: maximum number of rows of an expert, as a number or a 0-d tensor.
     """
     chosen, order = torch.sort(indices.T.flatten(), stable=True)
     rows = torch.arange(len(order), device=order.device)

@@ -33,7 +33,7 @@ class TopKRouter(BalancedRouter):
     Balancing", equation 3.
 
     Logits and scores are computed in float32 or wider, also under autocast, because bfloat16 cannot distinguish experts
-    with close scores. Of equal scores, the lower expert is chosen, on every device.
+    with close scores. Among equal scores, the expert with the lower index is chosen, on every device.
 
     Args:
         hidden_size: H.
@@ -50,10 +50,10 @@ class TopKRouter(BalancedRouter):
         balancing: balancers of the router; see :mod:`d9d_moe.balancing`.
         capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, T without
             padding; further rows are dropped (:func:`~d9d_moe.router.selection.over_capacity`), after weights were
-            renormalised. The dropped rows depend on which samples share a microbatch and a rank: not layout invariant.
+            renormalised. The dropped rows depend on the layout, which decides which samples share a microbatch and rank.
 
     Raises:
-        BuildError: the numbers or the balancers do not fit together.
+        BuildError: the numbers of experts, choices and groups, or the balancers, do not fit together.
     """
 
     def __init__(
@@ -93,24 +93,24 @@ class TopKRouter(BalancedRouter):
         self.reset_buffers()
 
     def layout_dependence(self) -> Sequence[str]:
-        """Features whose result depends on the division of a batch into microbatches and over ranks."""
+        """Describe the settings whose result depends on the division of a batch into microbatches and over ranks."""
         dropping = [] if self.capacity is None else ["capacity drops tokens of each microbatch on each rank separately"]
         return [*super().layout_dependence(), *dropping]
 
     def see_sequence(self, share: SequenceShare) -> None:
-        """Route a share of the positions; losses, tallies and capacity are computed for all positions on every rank."""
+        """Route only this rank's positions (``tp``); losses, tallies and capacity are computed for all positions on every rank."""
         self._share = share
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:
-        """Collective of a router that routes a share of the positions: the all-gather of logits [B, S, E]."""
+        """Collective of a router that routes only this rank's positions: the all-gather of logits [B, S, E]."""
         return [("all_gather", step.bytes_of(self.experts, max(step.itemsize, 4)))]
 
     def see_context(self, share: ContextShare) -> None:
-        """Route a share of the positions; losses cover all positions, tallies and capacity this rank's share."""
+        """Route only this rank's positions (``cp``); losses cover all positions, tallies and capacity only this rank's."""
         self._context = share
 
     def context_collectives(self, step: StepShape) -> Sequence[ContextCall]:
-        """Collectives of losses over samples whose positions are split over ``cp``; none without losses."""
+        """Collectives of losses over samples whose positions are split over ``cp``; no collectives without losses."""
         return self.collectives_everywhere(step, self._context, self.top_k)
 
     def forward(self, tokens: Tensor, samples: int = 1, padding: Tensor | None = None) -> TopKRouting:
@@ -119,8 +119,8 @@ class TopKRouter(BalancedRouter):
         Args:
             tokens: [T, H], positions of all samples, one sample after another.
             samples: number of samples of equal length in ``tokens``.
-            padding: bool [T], positions to send to no expert and not to count; ``None`` if there are none. Covers all
-                positions, even if ``tokens`` are a rank's share of them under ``tp``.
+            padding: bool [T], positions to send to no expert and not to count; ``None`` if there is no padding. Covers
+                all positions, even if ``tokens`` are only this rank's positions under ``tp``.
 
         Returns:
             Indices and weights [T, k], best first.
@@ -154,7 +154,7 @@ class TopKRouter(BalancedRouter):
         return TopKRouting(indices, weights, scores, counts, limit, incomplete=padding is not None)
 
     def _taken(self, positions: Tensor | int) -> Tensor | int:
-        """Most rows of an expert in a microbatch with this number of positions."""
+        """Maximum number of rows of an expert in a microbatch with this number of positions."""
         assert self.capacity is not None
         if isinstance(positions, int):
             return math.ceil(self.capacity * (positions * self.top_k) / self.experts)

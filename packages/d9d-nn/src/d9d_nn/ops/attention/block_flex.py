@@ -1,11 +1,11 @@
 """Backend ``flex`` of ``attention_block``: FlexAttention, which skips keys hidden by documents and windows.
 
-See :mod:`d9d_parallel.context_parallel.blocks` for the op, and for what its backends compute.
+See :mod:`d9d_parallel.context_parallel.blocks` for the op and the functions of its backends.
 
-FlexAttention has no backward that accepts the sums of a larger attention, so the backward computes the block again,
-with autograd. The block's output gets the gradient of the whole output times the block's weight, and the logarithm of
-the block's sum gets the rest. This costs a third more work, but keeps neither outputs nor keys of other ranks in
-memory.
+FlexAttention has no backward that accepts the log-sum-exps of a larger attention, so the backward computes the block
+again, with autograd. The block's output gets the gradient of the whole output times the block's weight, and the block's
+log-sum-exp gets the remaining gradient (:func:`shares_of`). This costs a third more work, but keeps neither outputs nor
+keys of other ranks in memory.
 
 Shapes: B samples, S positions, Q queries and T keys of the block, N query heads, K key/value heads, D features of a
 head.
@@ -53,7 +53,7 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(signature: OpSignature) -> FlexBlocks:
-    """Backend for this data; compiled when it is first called."""
+    """Backend for this data; the function is compiled in its first call."""
     of_one = signature.documents is False
     # sdpa computes calls without documents and windows. If all calls are such, flex was chosen by name, or sdpa
     # refuses.
@@ -70,9 +70,9 @@ class FlexBlocks:
     """FlexAttention blocks: attention of blocks of scores by ``flex_attention`` with block masks.
 
     Args:
-        attend: attention to some keys.
-        of_one: do not read documents: each sample is one document, and no token sees padding behind it.
-        plain: computes calls without documents and windows; by default ``attend`` does.
+        attend: function that computes attention to some keys and its log-sum-exp.
+        of_one: do not read documents: each sample is one document, and no token sees the padding after it.
+        plain: function for calls without documents and windows; by default ``attend``.
         shares: :func:`shares_of`, possibly compiled.
     """
 
@@ -107,7 +107,8 @@ class FlexBlocks:
             device: device of queries and keys.
 
         Returns:
-            Places of the queries and of the keys, and the mask; empty if positions and window hide all keys.
+            One tuple of the slice of the queries, the slice of the keys, and the block mask; no tuple if positions and
+            window hide all keys.
         """
         if self._of_one:
             documents = None
@@ -151,11 +152,11 @@ class FlexBlocks:
         total: Tensor,
         mask: BlockMask | bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values from a block of a larger attention.
+        """Compute the gradients of queries, keys and values from one block of a larger attention.
 
         Args:
             grad: gradient of the larger attention's output, [B, Q, N, D].
-            query: as in the call, and so are ``key``, ``value`` and ``mask``.
+            query: as in :meth:`__call__`, like ``key``, ``value`` and ``mask``.
             key: see ``query``.
             value: see ``query``.
             out: output of the larger attention, [B, Q, N, D].
@@ -180,7 +181,7 @@ class FlexBlocks:
 
 
 def shares_of(grad: Tensor, part: Tensor, of_part: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """FlexAttention block: gradients of its output and log-sum-exps, as a share of a larger attention.
+    """Compute the gradients of a block's output and log-sum-exps from the gradient of a larger attention.
 
     Args:
         grad: gradient of the larger attention's output, [B, N, Q, D].
@@ -201,7 +202,7 @@ def shares_of(grad: Tensor, part: Tensor, of_part: Tensor, out: Tensor, total: T
 
 
 def _compiled_attention() -> _Compiled:
-    """``flex_attention`` with sums."""
+    """Compile ``flex_attention`` as a function that also returns log-sum-exps."""
     # Imports torch's symbolic shapes, which takes a second and is not needed to refuse.
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -243,6 +244,6 @@ def _leaves(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _sees(queries: range, keys: range, window: int | None) -> bool:
-    """Whether some query may see some key, according to positions."""
+    """Whether positions and window let at least one query see at least one key."""
     near = window is None or queries.start - (keys.stop - 1) < window
     return near and queries.stop > keys.start

@@ -52,11 +52,11 @@ def block_mask(documents: Tensor | None, length: int, window: int | None, device
 def queries_block_mask(
     documents: Tensor | None, queries: Sequence[range], length: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    """Mask of queries at some positions, and all keys; see :func:`positions_block_mask`.
+    """Block mask of queries at some positions and all S keys; see :func:`positions_block_mask`.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.
-        queries: their positions, in runs.
+        queries: positions of the queries, in runs.
         length: S.
         window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
@@ -71,15 +71,15 @@ def positions_block_mask(
     window: int | None,
     device: torch.device,
 ) -> BlockMask:
-    """Block mask of queries and keys at some positions; as :func:`block_mask`.
+    """Block mask of queries and keys at some positions, with the rules of :func:`block_mask`.
 
-    Blocks are excluded by their nearest and farthest pair of positions, so the queries of a block should be neighbours,
-    and its keys too.
+    Blocks are excluded by their nearest and farthest pair of positions, so the queries of a block should be at adjacent
+    positions, and its keys too.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.
-        queries: their positions, in runs.
-        keys: their positions, in runs.
+        queries: positions of the queries, in runs.
+        keys: positions of the keys, in runs.
         window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
     """
@@ -128,7 +128,7 @@ def _places(runs: Sequence[range], device: torch.device) -> Tensor:
 
 
 def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of [B, n] in each block, [B, blocks]."""
+    """Minimum and maximum in each block of a tensor [B, n], [B, blocks] each."""
     missing = -numbers.shape[1] % BLOCK
     blocks = torch.cat([numbers, numbers[:, -1:].expand(-1, missing)], dim=1).view(len(numbers), -1, BLOCK)
     return blocks.amin(-1), blocks.amax(-1)
@@ -137,10 +137,10 @@ def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
 def visible_blocks(
     documents: Tensor | None, length: int, window: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Block mask's contents: partly and wholly visible blocks of the score matrix.
+    """Compute the partly visible and the wholly visible blocks of the score matrix, for a block mask.
 
-    A block counts as partly visible unless the smallest and largest documents of its queries and keys exclude that. If
-    documents are numbered in order, as packing does, every such block has a visible score.
+    A block counts as partly visible unless the smallest and largest document indices of its queries and keys exclude
+    it. If documents are numbered in order, as in packed samples, every partly visible block has a visible score.
 
     Args:
         documents: integers [B, S]; ``None`` if a sample is one document.
@@ -149,7 +149,7 @@ def visible_blocks(
         device: device of the results.
 
     Returns:
-        Two bools [B, Q, Q], B = 1 without documents; ``[..., query block, key block]``. No block is in both.
+        Two bools [B, Q, Q], B = 1 without documents; ``[..., query block, key block]``. No block is true in both.
     """
     count = -(-length // BLOCK)
     number = torch.arange(count, device=device)
@@ -173,7 +173,7 @@ def visible_blocks(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of key blocks per query block, int32 [B, 1, Q], and all places, those blocks first, int32 [B, 1, Q, Q]."""
+    """Number of chosen key blocks per query block, int32 [B, 1, Q], and all key blocks, chosen first, [B, 1, Q, Q]."""
     chosen = blocks[:, None].to(torch.int32)
     places = torch.argsort(chosen, dim=-1, descending=True, stable=True)
     return chosen.sum(dim=-1, dtype=torch.int32), places.to(torch.int32)

@@ -1,6 +1,6 @@
 """Backend ``sdpa`` of ``attention_block``: the fused kernels of PyTorch's sdpa, if only positions hide keys.
 
-See :mod:`d9d_parallel.context_parallel.blocks` for the op, and for what its backends compute.
+See :mod:`d9d_parallel.context_parallel.blocks` for the op and the functions of its backends.
 
 Shapes: B samples, S positions, Q queries and T keys of the block, N query heads, K key/value heads, D features of a
 head.
@@ -41,15 +41,17 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(signature: OpSignature) -> SdpaBlocks:
-    """Backend for this data."""
+    """Build the backend function for the data of a signature."""
     return SdpaBlocks(of_one=signature.documents is False)
 
 
 class SdpaBlocks:
-    """SDPA blocks: attention of blocks by fused kernels, in rectangles that are visible wholly or up to a diagonal.
+    """SDPA blocks: attention of blocks by fused kernels, in rectangles of the score matrix without a mask.
+
+    The queries of a rectangle see all its keys, or the keys up to their own position.
 
     Args:
-        of_one: do not read documents: each sample is one document, and no token sees padding behind it.
+        of_one: do not read documents: each sample is one document, and no token sees the padding after it.
     """
 
     def __init__(self, *, of_one: bool) -> None:
@@ -63,7 +65,7 @@ class SdpaBlocks:
         window: int | None,
         device: torch.device,  # noqa: ARG002
     ) -> list[tuple[slice, slice, bool]]:
-        """List the rectangles: their queries and keys, and whether they are causal.
+        """List the rectangles of a block, each with its queries and keys and whether it is causal.
 
         Args:
             queries: positions of the queries, in runs.
@@ -77,8 +79,8 @@ class SdpaBlocks:
         """
         if window is not None or (documents is not None and not self._of_one):
             raise JobError(
-                "kernels.attention_block: sdpa has no mask, but the microbatch has documents or the layer a window; "
-                "choose flex, or the reference"
+                "kernels.attention_block: sdpa has no mask, but the microbatch has documents or the layer has a "
+                "window; choose flex, or the reference"
             )
         return [(one.queries, one.keys, one.causal) for one in rectangles(queries, keys)]
 
@@ -89,5 +91,5 @@ class SdpaBlocks:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients from a rectangle, see :func:`d9d_nn.ops.attention.partial.attend_backward`."""
+        """Compute the gradients of a rectangle, see :func:`d9d_nn.ops.attention.partial.attend_backward`."""
         return partial.attend_backward(grad, query, key, value, out, total, causal=causal)

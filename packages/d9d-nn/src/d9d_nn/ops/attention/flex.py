@@ -34,7 +34,7 @@ _log = logging.getLogger("d9d.attention")
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept FlexAttention for causal attention on CUDA; above sdpa if documents or windows hide keys."""
+    """Accept FlexAttention for causal attention on CUDA; preferred to sdpa if documents or windows hide keys."""
     head_dim = signature.static.get("head_dim", 16)
     if signature.device == "cpu":
         return Decision(accept=False, reason="FlexAttention has no backward on the CPU; use sdpa")
@@ -59,7 +59,7 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def _skipping(signature: OpSignature) -> str:
-    """Reason for attention that skips keys."""
+    """Reason to choose FlexAttention: the keys that it skips for this signature."""
     window = signature.static.get("window")
     if signature.documents:
         skips = "the data packs documents: skips keys of other documents"
@@ -81,7 +81,7 @@ def _skips(signature: OpSignature) -> bool:
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend for this device, window and data; compiled on CUDA, when it is first called."""
+    """Backend for this device, window and data, compiled on CUDA in its first call."""
     compiled = signature.device == "cuda"
     # If nothing is ever skipped, flex was chosen by name, perhaps to measure it.
     plain = sdpa.build(signature) if compiled and signature.op == "attention" and _skips(signature) else None
@@ -100,7 +100,7 @@ class Flex:
     Args:
         window: number of positions that a query sees, including its own; ``None`` for all.
         compiled: whether to compile attention; otherwise all scores are in memory at once, and nothing is skipped.
-        plain: computes calls in which nothing would be skipped, with mask ``None``; by default flex does.
+        plain: function for calls in which nothing would be skipped, with mask ``None``; by default FlexAttention.
         of_one: do not read documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
         softcap: soft cap of the scores; ``None`` for none.
     """
@@ -139,7 +139,7 @@ class Flex:
     def prepare_queries(
         self, documents: Tensor | None, queries: Sequence[range], length: int, device: torch.device
     ) -> BlockMask:
-        """Make the block mask of queries at some positions, in runs; see :func:`queries_block_mask`."""
+        """Make the block mask for queries at some positions, given in runs; see :func:`queries_block_mask`."""
         return queries_block_mask(None if self._of_one else documents, queries, length, self._window, device)
 
     def __call__(
@@ -163,7 +163,7 @@ class Flex:
         return out
 
     def _attend_compiled(self, *heads: Tensor, **options: Any) -> Any:
-        """Call the compiled function; log the time of the first call, with backward and without."""
+        """Call the compiled function, and log the time of its first call with and its first call without gradients."""
         assert self._compiled is not None
         training, started = torch.is_grad_enabled(), time.perf_counter()
         # If a caller forces eager mode, attention would hold all scores in memory.
@@ -178,7 +178,7 @@ class Flex:
 
 
 def _capped(softcap: float) -> Callable[..., Tensor]:
-    """Function of a score that caps it softly."""
+    """Make a ``score_mod`` function for ``flex_attention`` that caps scores softly."""
 
     def capped(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
         return torch.tanh(score / softcap) * softcap
@@ -187,10 +187,11 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 
 def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Function that is compiled separately.
+    """Compile a function with a code object of its own.
 
-    Dynamo counts recompilations per code object, and after eight of them would compute all scores at once. Each backend
-    therefore gets its own code object, so that windows do not count together; further recompilations are an error.
+    Dynamo counts recompilations per code object, and after eight recompilations would run the function uncompiled, with
+    all scores in memory. Each backend therefore gets its own code object, so that recompilations for several windows
+    are not counted together; a recompilation beyond the limit is an error.
     """
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=function.__name__)
@@ -201,10 +202,10 @@ def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compilable() -> AbstractContextManager[None]:
-    """Context in which Dynamo compiles: outside of the modes of selective checkpointing.
+    """Context in which Dynamo compiles, because it disables the dispatch modes of selective checkpointing.
 
-    In these modes it would run the function uncompiled, with all scores in memory at once. So the backward always
-    computes attention again, whatever a checkpointed block stores.
+    In these modes Dynamo would run the function uncompiled, with all scores in memory at once. Without the modes, the
+    backward of a checkpointed block always computes attention again, even if the block stores other results.
     """
     # Private, so a test checks it.
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack

@@ -1,8 +1,9 @@
-"""Attention to a part of the keys by PyTorch's fused kernels, with the logarithms of sums that combine the parts.
+"""Attention to a part of the keys by PyTorch's fused kernels, with the log-sum-exps that combine the parts.
 
-A softmax over all keys combines softmaxes over parts of them, with outputs weighted by the exponentials of the
-logarithms of their sums (Dao et al. 2022, "FlashAttention", section 3.1). The backward of a part needs the output and
-the sums of the whole, and nothing from other parts (section B.2); they are passed to the kernels' backwards.
+Attention to all keys combines attention to parts of the keys, with outputs weighted by the exponentials of their
+log-sum-exps (Dao et al. 2022, "FlashAttention", section 3.1). The backward of a part needs the output and the
+log-sum-exps of the attention to all keys, which are passed to the kernels' backwards, and nothing from other parts
+(section B.2).
 
 Shapes: B samples, Q queries and T keys of the part, N query heads, K key/value heads (N = K * G), D features of a head.
 """
@@ -44,8 +45,8 @@ class Rectangle:
     """Rectangle of the score matrix in which queries see all keys, or keys up to their own position.
 
     Attributes:
-        queries: place of its queries.
-        keys: place of its keys.
+        queries: slice of its queries.
+        keys: slice of its keys.
         causal: query n sees keys 0 to n, with as many keys as queries; otherwise each query sees all keys.
     """
 
@@ -55,7 +56,7 @@ class Rectangle:
 
 
 def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangle]:
-    """Partial attention: rectangles that cover all visible scores of a causal mask without documents and windows.
+    """List rectangles that cover all visible scores of a causal mask without documents and windows.
 
     Args:
         queries: positions of the queries, in runs of ascending order that do not overlap.
@@ -75,7 +76,7 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
             before += len(range(other.start, min(other.stop, run.start)))
             if other.start < run.stop and run.start < other.stop:
                 if not (other.start <= run.start and run.stop <= other.stop):
-                    raise ValueError(f"queries {run} overlap keys {other} only partly")
+                    raise ValueError(f"queries {run} overlap keys {other} only partly; split the runs")
                 own = column + run.start - other.start
                 found.append(Rectangle(rows, slice(own, own + len(run)), causal=True))
             column += len(other)
@@ -91,7 +92,7 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Partial attention: attend to a part of the keys with torch's fastest kernel. Not recorded by autograd.
+    """Compute attention to a part of the keys with torch's fastest kernel. Not recorded by autograd.
 
     Args:
         query: [B, Q, N, D].
@@ -116,11 +117,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Partial attention, backward: gradients of queries, keys and values from one part of a larger attention.
+    """Compute the gradients of queries, keys and values from one part of a larger attention.
 
     Args:
         grad: gradient of the larger attention's output, [B, Q, N, D].
-        query: as in :func:`attend`, and so are ``key``, ``value`` and ``causal``.
+        query: as in :func:`attend`, like ``key``, ``value`` and ``causal``.
         key: see ``query``.
         value: see ``query``.
         out: output of the larger attention, [B, Q, N, D].

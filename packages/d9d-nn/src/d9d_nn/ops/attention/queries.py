@@ -1,8 +1,8 @@
 """Causal attention of queries at some positions to all keys, in rectangles for fused kernels without a mask.
 
 A rectangle is a custom op of torch, which ``torch.compile`` does not split: the kernel is chosen in the call. Code that
-combines rectangles (weights of outputs, sums of gradients, their places) is plain PyTorch outside of the ops, so that a
-compiled block runs it in few passes over memory, together with neighbouring layers.
+combines rectangles (it weights outputs and adds up gradients) is plain PyTorch outside of the ops, so that a compiled
+block runs it in few passes over memory, together with neighbouring layers.
 
 Shapes: B samples, S positions, Q queries (P of a rectangle, T keys of it), N query heads, K key/value heads, D features
 of a head.
@@ -97,13 +97,13 @@ class _Attention(torch.autograd.Function):
 
 @torch.library.custom_op("d9d_nn::attention_of_queries", mutates_args=())
 def forward(query: Tensor, key: Tensor, value: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Attention in a rectangle. Takes whole tensors: a compiled block would compute each view of a tensor separately.
+    """Attention in a rectangle. Takes whole tensors, because a compiled block would compute each slice separately.
 
     Args:
         query: [B, Q, N, D].
         key: [B, S, K, D].
         value: [B, S, K, D].
-        numbers: the rectangle.
+        numbers: first and last query and first and last key of the rectangle, and whether it is causal.
 
     Returns:
         The output [B, P, N, D], and the logarithms of the sums of exponentials [B, N, P], float32 or wider; both
@@ -122,12 +122,12 @@ def backward(
     """Backward of a rectangle of queries: gradients of queries [B, P, N, D], keys and values [B, T, K, D]; contiguous.
 
     Args:
-        grad: gradient of the output to all keys, [B, Q, N, D].
-        query: as in :func:`forward`, and so are ``key``, ``value`` and ``numbers``.
+        grad: gradient of the output of the attention to all keys, [B, Q, N, D].
+        query: as in :func:`forward`, like ``key``, ``value`` and ``numbers``.
         key: see ``query``.
         value: see ``query``.
-        out: output to all keys, [B, Q, N, D].
-        total: logarithms of the sums over all keys, for the rectangle's queries, [B, N, P].
+        out: output of the attention to all keys, [B, Q, N, D].
+        total: log-sum-exps over all keys, for the rectangle's queries, [B, N, P].
         numbers: see ``query``.
     """
     one = _rectangle(numbers)
@@ -147,7 +147,7 @@ def _rectangle(numbers: Sequence[int]) -> Rectangle:
 
 
 def _pieces(places: Sequence[slice], length: int) -> tuple[Piece, ...]:
-    """Cut a dim at each start or end of a rectangle."""
+    """Cut a dim of ``length`` at the starts and ends of rectangles, and list the rectangles that cover each piece."""
     cuts = sorted({0, length, *(end for place in places for end in (place.start, place.stop))})
     return tuple(
         (
@@ -159,7 +159,7 @@ def _pieces(places: Sequence[slice], length: int) -> tuple[Piece, ...]:
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Combine attention of the same queries to two parts; outputs [B, P, N, D], logarithms of sums [B, N, P]."""
+    """Combine attention of the same queries to two parts of the keys; outputs [B, P, N, D], log-sum-exps [B, N, P]."""
     (out, total), (of_other, total_of_other) = one, other
     start = out.to(total.dtype)
     share = (total_of_other - total).sigmoid().transpose(1, 2).unsqueeze(-1)
@@ -168,7 +168,7 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
 
 
 def _added(parts: Sequence[Tensor], pieces: Sequence[Piece]) -> Tensor:
-    """Sums of gradients [B, P or T, heads, D] of rectangles in their places, [B, Q or S, heads, D], rounded once."""
+    """Add gradients [B, P or T, heads, D] of rectangles at their positions in [B, Q or S, heads, D], rounded once."""
     found = []
     for length, reached in pieces:
         here = [parts[number][:, start : start + length] for number, start in reached]

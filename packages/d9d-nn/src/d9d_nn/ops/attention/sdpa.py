@@ -44,23 +44,24 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def of_one(signature: OpSignature) -> bool:
-    """Whether a backend can ignore ``documents``: each sample is one document, and no token sees padding behind it.
+    """Whether a backend may ignore ``documents``, because each sample is one document.
 
-    Only on CUDA, where the fast kernels accept no mask.
+    Tokens are before the padding, which a causal mask hides. Always false on other devices than CUDA, because only
+    CUDA's fast kernels accept no mask.
     """
     return signature.documents is False and signature.device == "cuda"
 
 
 def _in_rectangles(signature: OpSignature) -> bool:
-    """Whether queries of some positions attend in rectangles that need no mask.
+    """Whether queries at some positions are computed in rectangles that need no mask.
 
-    Only on CUDA; the kernels of a CPU accept masks.
+    Always false on a CPU, whose kernels accept masks.
     """
     return of_one(signature) and signature.static.get("window") is None and partial.refusal(signature) is None
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend for this device, window and data."""
+    """Build the backend function for the device, window and data of a signature."""
     # On CUDA, the flash and cuDNN kernels accept grouped heads, in 16 bits and without a mask. Otherwise torch would
     # use the kernel that holds all scores, so heads are repeated. On CPU all kernels accept grouped heads.
     on_cuda = signature.device == "cuda"
@@ -113,7 +114,7 @@ class Sdpa:
     ) -> Tensor | QueryRectangles:
         """Make the mask of queries at some positions, in runs: bool [B, 1, Q, S] with documents, else [Q, S].
 
-        Returns rectangles instead if they need no mask.
+        With ``in_rectangles`` and no documents, returns the rectangles instead, which need no mask.
         """
         if self._in_rectangles:
             return QueryRectangles(queries, length)

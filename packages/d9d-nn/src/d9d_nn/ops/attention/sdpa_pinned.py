@@ -1,7 +1,7 @@
 """Backends ``sdpa_flash``, ``sdpa_cudnn``, ``sdpa_efficient`` of ``attention``: ``sdpa`` limited to one kernel.
 
-Used to measure kernels or to exclude some. They are never chosen automatically: with ``sdpa``, torch chooses among the
-same kernels by the shapes of the call.
+These backends serve to measure kernels or to exclude some. They are never chosen automatically, because the backend
+``sdpa`` lets torch choose among the same kernels by the shapes of the call.
 
 Shapes: B samples, S positions.
 """
@@ -42,7 +42,7 @@ class PinnedKernel:
     masks: bool
 
     def supports(self, signature: OpSignature) -> Decision:
-        """Accept the signatures that the kernel computes, with priority 0."""
+        """Accept the signatures that the kernel computes, with priority 0, so that the backend is used only by name."""
         if refusal := self._refusal(signature):
             return Decision(accept=False, reason=refusal)
         masks = "; a call with documents is an error, as it has no mask"
@@ -51,7 +51,7 @@ class PinnedKernel:
         return Decision(accept=True, reason=f"only {self.name}; only by name, as sdpa chooses among all kernels{masks}")
 
     def build(self, signature: OpSignature) -> Callable[..., Tensor]:
-        """Backend for this window."""
+        """Build the backend function for the window of a signature."""
         return _Pinned(self, signature.static.get("window"), of_one(signature))
 
     def _refusal(self, signature: OpSignature) -> str | None:

@@ -21,11 +21,11 @@ from d9d_nn.ops.attention.reference import attention
 class AttentionSlot(OpSlot):
     """Slot of the op attention for one layer.
 
-    A bound function may have an attribute ``prepare(documents, length, device) -> mask``; it then gets this mask
+    A bound function may have an attribute ``prepare(documents, length, device) -> mask``; its calls then get this mask
     instead of documents. Masks may be of any type, and slots with equal ``mask_key`` may share them. A function with
     ``prepare_queries(documents, queries, length, device) -> mask`` can also compute queries at some positions, in runs
-    (``range``), as context parallelism by ``all_gather`` needs. The static fact ``own_queries`` is then true, so that
-    other backends can refuse.
+    (``range``), as context parallelism by ``all_gather`` needs. Under context parallelism, the static fact
+    ``own_queries`` is true, so that backends without ``prepare_queries`` can refuse.
 
     Args:
         query_heads: N.
@@ -66,7 +66,7 @@ class AttentionSlot(OpSlot):
 
     @property
     def mask_key(self) -> tuple[str, int | None]:
-        """Key of everything that a mask depends on except the documents."""
+        """Key for masks: backend and window, on which a mask depends besides the documents."""
         return getattr(self._replacement, "backend", self.backend), self.static["window"]
 
     def refusal(self, function: Callable[..., Any]) -> str | None:
@@ -79,17 +79,17 @@ class AttentionSlot(OpSlot):
         """Replace the called function, and the function that makes its masks.
 
         Raises:
-            BuildError: the slot has queries at some positions only, which the function cannot compute.
+            BuildError: the rank holds the queries of some positions only, and the function has no ``prepare_queries``.
         """
         self._check(backend, function)
         super().bind(backend, function)
         self._prepare = getattr(function, "prepare", _documents)
 
     def see_queries(self, share: ContextShare) -> None:
-        """Make masks for a rank's own queries, and all keys.
+        """Make masks for only this rank's queries and the keys of all positions from now on.
 
         Raises:
-            BuildError: a bound backend cannot compute queries at some positions; also raised for backends bound later.
+            BuildError: the bound backend cannot compute queries at some positions. Later, :meth:`bind` checks this.
         """
         self._share = share
         self.static = {**self.static, "own_queries": True}
@@ -97,7 +97,7 @@ class AttentionSlot(OpSlot):
             self._check(self.backend, self.function)
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
-        """Use a function instead of any backend; it also makes the masks.
+        """Use a function instead of any backend, also to make the masks.
 
         Args:
             function: may have ``prepare(documents, length, window, device)``, which makes the mask for its calls, and
