@@ -137,7 +137,7 @@ def test_errors_of_rules_name_an_example_and_the_way_out() -> None:
         )
     assert str(error.value) == (
         "optimizer.groups[1]: the pattern '*norm*' applies to no parameter: earlier groups take all its matches, for "
-        "example model.layers.0.norm.weight (groups[0]); move it before them"
+        "example model.layers.0.norm.weight (groups[0]); move this group before them"
     )
     frozen = ("model.layers.0.norm.weight", "model.embed_tokens.weight")
     with pytest.raises(BuildError) as error:

@@ -155,7 +155,7 @@ def test_the_builder_writes_the_section_of_a_job() -> None:
     ("build", "text"),
     [
         (lambda: piecewise_schedule().for_steps(2, -1.0), "phase 0: to: .*greater than or equal to 0"),
-        (lambda: piecewise_schedule().fill_rest(1.0).for_steps(2, 1.0), "phase 1: the phase before it covers the rest"),
+        (lambda: piecewise_schedule().fill_rest(1.0).for_steps(2, 1.0), "phase 1: the previous phase covers the rest"),
         (lambda: piecewise_schedule().for_steps(2, 1.0, "cosin"), "phase 0: curve: .*did you mean 'cosine'"),
         (lambda: piecewise_schedule().config(), "needs at least one phase"),
         (lambda: piecewise_schedule().fill_rest(1.0).build(), r"length of the run is unknown; call build\(total_steps"),

@@ -85,7 +85,7 @@ def test_stochastic_copies_need_bfloat16_and_float32_of_one_shape() -> None:
     for wrong in ((target, source.double()), (target.float(), source), (source, target)):
         with pytest.raises(TypeError, match="rounds float32 to bfloat16"):
             rounding.copy_fp32_to_bf16_stochastic_(*wrong)
-    with pytest.raises(ValueError, match=r"the target has shape \(4096,\), the source \(4095,\)"):
+    with pytest.raises(ValueError, match=r"the target has shape \(4096,\), but the source \(4095,\)"):
         rounding.copy_fp32_to_bf16_stochastic_(target, source[1:])
 
 

@@ -56,7 +56,7 @@ def test_a_finite_number_never_becomes_infinite() -> None:
 def test_the_copy_refuses_other_formats_and_shapes() -> None:
     with pytest.raises(TypeError, match="rounds float32 to bfloat16, but got torch.float64"):
         copy_fp32_to_bf16_stochastic_(torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"shape \(1,\), the source \(2,\)"):
+    with pytest.raises(ValueError, match=r"shape \(1,\), but the source \(2,\)"):
         copy_fp32_to_bf16_stochastic_(torch.zeros(1, dtype=torch.bfloat16), torch.zeros(2))
 
 

@@ -1,6 +1,7 @@
-"""Costs of the optimizers per parameter, from their configs alone. Imports no torch.
+"""Costs of the optimizers per parameter element, from their configs alone. Imports no torch.
 
-An update is a fused kernel that reads and writes each tensor once, or plain tensor operations whose passes are counted.
+An update is either a fused kernel that reads and writes each tensor once, or plain tensor operations, whose passes over
+tensors are counted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _fused(config: OptimizerConfig, width: int, moments: int) -> OptimizerCost:
 
 
 def _by_torch(config: OptimizerConfig, width: int, cost: OptimizerCost) -> OptimizerCost:
-    """Cost with the passes around torch's fused kernels: division of narrow gradients, and wide copies."""
+    """Cost of an update by torch's fused kernels, with passes around them: division and copies of narrow tensors."""
     wide = _state_width(config, width)
     divided = 2 * width if width < _FLOAT32 else 0
     copied = 3 * (width + wide) if wide > width else 0
@@ -86,7 +87,7 @@ def sgd(config: SGDConfig, width: int) -> OptimizerCost:
 
 
 def muon(config: MuonConfig, width: int) -> OptimizerCost:
-    """Cost of ``muon``: for matrices one average and the products of the iterations; otherwise as ``adamw``."""
+    """Cost of ``muon``: for matrices an average and the products of the iterations; otherwise as for ``adamw``."""
     rest = _by_torch(config, width, _fused(config, width, 2))
     return OptimizerCost(
         rest.state,

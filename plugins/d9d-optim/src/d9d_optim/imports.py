@@ -1,4 +1,4 @@
-"""Imports of the paths that job files name."""
+"""Imports of the Python objects that job files name by import paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def import_path(where: str, path: str) -> Any:
         path: import path.
 
     Raises:
-        JobError: the path is malformed, its module or name does not exist, or the module does not load.
+        JobError: the path is malformed, its module or name does not exist, or the import of the module fails.
     """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not name.isidentifier() or not all(module_name.split(".")) or " " in path:

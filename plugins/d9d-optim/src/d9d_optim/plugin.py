@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_optimizers() -> Iterator[OptimizerSpec]:
-    """Optimizers, selected by ``optimizer``."""
+    """Declare the optimizers, which a job selects by the name in its section ``optimizer``."""
     yield OptimizerSpec(
         name="adam",
         summary="Adam, fused, with or without decoupled weight decay.",
@@ -71,7 +71,7 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
 
 @hookimpl
 def d9d_lr_schedules() -> Iterator[LrScheduleSpec]:
-    """Learning-rate schedules, selected by ``lr_schedule``."""
+    """Declare the learning-rate schedules, which a job selects by the name in its section ``lr_schedule``."""
     yield LrScheduleSpec(
         name="constant",
         summary="The base learning rate in every step.",
@@ -118,7 +118,7 @@ def d9d_lr_schedules() -> Iterator[LrScheduleSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Command ``d9d lr``."""
+    """Declare the command ``d9d lr``, which shows the learning rate of a job."""
     yield CommandSpec(
         name="lr",
         summary="Show the learning rate of a job, step by step.",

@@ -65,7 +65,7 @@ class DoraConfig(LowRankConfig):
 
 
 class FullTuneConfig(PluginConfig):
-    """Training of all parameters of some layers, and of no others."""
+    """Training of all parameters of some layers; all other parameters are frozen."""
 
     name: Literal["full_tune"] = "full_tune"
     """Selects the plugin."""
@@ -93,8 +93,8 @@ class StackConfig(PluginConfig):
     @model_validator(mode="after")
     def _all_of_it_can_be_done(self) -> Self:
         if len(self.methods) < 2:
-            raise ValueError("methods has fewer than two; write a single method under peft itself")
+            raise ValueError("methods has fewer than two entries; write a single method under peft itself")
         for number, method in enumerate(self.methods):
             if getattr(method, "init_from", None) is not None:
-                raise ValueError(f"methods[{number}].init_from: a stack cannot start from adapter files; remove it")
+                raise ValueError(f"methods[{number}].init_from: a stack cannot start from adapter files; remove init_from")
         return self

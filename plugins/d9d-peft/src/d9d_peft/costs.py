@@ -15,7 +15,7 @@ Inner = Callable[[PluginConfig, str, Weight, float, Share], AdapterCost]
 
 
 def lora(config: LoraConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
-    """Cost of ``lora``: two small products in addition to the weight's, and the sum."""
+    """Cost of ``lora``: two small products in addition to the product with the weight, and the sum of the outputs."""
     return _term(config, weight, rows, share) if _is_target(config, name, weight) else AdapterCost()
 
 
@@ -50,14 +50,14 @@ def ia3(config: Ia3Config, name: str, weight: Weight, rows: float, share: Share)
 
 
 def full_tune(config: FullTuneConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:  # noqa: ARG001
-    """Cost of ``full_tune``: none, except that some weights are trained."""
+    """Cost of ``full_tune``: no additional ops; the matching weights are trained."""
     parts = name.split(".")
     owners = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
     return AdapterCost(trains=any(_some(owner, config.match) for owner in owners))
 
 
 def stack(config: StackConfig, name: str, weight: Weight, rows: float, share: Share, inner: Inner) -> AdapterCost:
-    """Cost of ``stack``: the sum of its methods' costs."""
+    """Cost of ``stack``: the sum of the costs of its methods."""
     return sum((inner(method, name, weight, rows, share) for method in config.methods), AdapterCost())
 
 
@@ -95,7 +95,7 @@ def _is_target(config: LowRankConfig, name: str, weight: Weight) -> bool:
 
 
 def _layer(name: str) -> str:
-    """Name of a weight's layer."""
+    """Name of the layer that has a weight."""
     return name.removesuffix(".weight")
 
 

@@ -20,7 +20,7 @@ class FullTune:
         self._match = config.match
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Choose the parameters to train by name; adds nothing.
+        """Return the names of the parameters to train; adds no parameters to the model.
 
         Raises:
             BuildError: a pattern matches no module and no parameter, or only modules without parameters.
@@ -41,7 +41,7 @@ class FullTune:
         return Identity()
 
     def merge(self, stage: nn.Module) -> None:
-        """Do nothing: the trained parameters are the model's own."""
+        """Do nothing, because the trained parameters already belong to the model."""
 
 
 def _owners(name: str) -> list[str]:

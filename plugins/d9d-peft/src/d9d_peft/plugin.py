@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_peft_methods() -> Iterator[PeftSpec]:
-    """Fine-tuning methods, selected by ``peft``."""
+    """Declare the fine-tuning methods, which a job selects by the name in its section ``peft``."""
     yield PeftSpec(
         name="lora",
         summary="Low-rank updates of linear layers, embeddings, heads and experts; the model itself is frozen.",

@@ -35,11 +35,11 @@ class Stack:
             self.merger = _merger_of(mergers)
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Inject all methods; trains the parameters that any of them returns.
+        """Inject all methods; returns the names of the parameters that any method trains.
 
         Raises:
-            BuildError: a method refuses the model, or two methods add to one layer: then the result would depend on
-                their order, and merging them one after the other would not give the same model.
+            BuildError: a method refuses the model, or two methods add parameters to one layer: the result would then
+                depend on their order, and merging one after the other would not give the same model.
         """
         modules = {name: module for name, module in stage.named_modules() if name}
         trained: frozenset[str] = frozenset()
@@ -61,19 +61,19 @@ class Stack:
         return trained
 
     def start(self, stage: nn.Module) -> None:
-        """Start the methods that start from the model's weights. Collective over the ranks that share these."""
+        """Initialise the methods that start from the model's weights. Collective over the ranks that share the weights."""
         for method in self._methods:
             if isinstance(method, StartsFromWeights):
                 method.start(stage)
 
     def merge(self, stage: nn.Module) -> None:
-        """Merge all methods, the last one first."""
+        """Merge all methods, the last method first."""
         for method in reversed(self._methods):
             method.merge(stage)
 
 
 def _layer(parameter: str, modules: Mapping[str, nn.Module]) -> str:
-    """Layer that an added parameter belongs to; the container of the updates of banks is not a layer."""
+    """Name of the layer to which an added parameter belongs; the container of the updates of banks is no layer."""
     parts = parameter.split(".")
     count = next(count for count in range(len(parts) - 1, -1, -1) if count == 0 or ".".join(parts[:count]) in modules)
     if isinstance(modules.get(".".join(parts[:count])), nn.ModuleDict):

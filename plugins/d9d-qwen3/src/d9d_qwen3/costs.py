@@ -12,7 +12,7 @@ from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
 
 def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
-    """Cost of a stage.
+    """Cost of a pipeline stage of a Qwen3 model.
 
     Raises:
         BuildError: the ranks cannot shard the stage.
@@ -25,7 +25,7 @@ def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
 
 
 def _feed_forward(config: Qwen3MoeConfig, layer: int, share: Share) -> FeedForwardCost:
-    """Cost of router and experts; in a dense layer, of the SwiGLU."""
+    """Cost of the router and the experts of a layer, or of the SwiGLU of a dense layer."""
     if not config.has_experts(layer):
         return swiglu_cost(config, layer, share)
     hidden, inside, width = config.hidden_size, config.moe_intermediate_size, share.width

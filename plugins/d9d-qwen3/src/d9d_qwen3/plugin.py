@@ -12,7 +12,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_models() -> Iterable[ModelSpec]:
-    """Qwen3 models, dense and with experts."""
+    """Declare the models ``qwen3`` and ``qwen3_moe``."""
     yield ModelSpec(
         name="qwen3",
         summary="Qwen3 dense: grouped-query attention with head norms, rotary positions, SwiGLU.",

@@ -24,7 +24,7 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def recomputed_build(_signature: OpSignature) -> Callable[[Tensor, Tensor], Tensor]:
-    """Build a backend function whose result compiled code recomputes in the backward, as ``silu_mul`` has."""
+    """Build a backend function whose result compiled code recomputes in the backward, as for ``silu_mul``."""
 
     def recomputed(gate: Tensor, up: Tensor) -> Tensor:
         out: Tensor = checkpoint(gelu_mul, gate, up, use_reentrant=False, preserve_rng_state=False)

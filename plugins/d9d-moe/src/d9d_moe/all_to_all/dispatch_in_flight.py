@@ -79,7 +79,7 @@ class DispatchInFlight:
 
     @untraced
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for tokens [N, H], weights [N, k] and experts [N, k]; the index ``local`` marks experts of other ranks."""
+        """Wait for tokens [N, H], weights [N, k] and experts [N, k]; index ``local`` marks experts of other ranks."""
         if self._pending is None:
             self._launch()
         assert self._pending is not None
@@ -153,7 +153,7 @@ def _to_gradients(arrived: Tensors, saved: Tensors, *, local: int, unpermute: Op
 
 
 def _of_choices(rows: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
-    """Values [T, k] of choices from rows [S, k], taken from the row sent to the choice's rank; zero without an expert."""
+    """Values [T, k] of choices, read in rows [S, k] at the row sent to the choice's rank; zero without an expert."""
     if not len(rows):
         return rows.new_zeros(ranks.shape)
     absent = ranks >= places.shape[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """CUDA stream for all-to-all exchanges, which therefore wait only for their rows, not for kernels launched later."""
+    """CUDA stream for all-to-all exchanges, which therefore wait only for their rows, not for later kernels."""
 
     __slots__ = ("_stream",)
 

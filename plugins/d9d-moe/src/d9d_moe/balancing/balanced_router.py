@@ -39,7 +39,7 @@ class BalancedRouter(nn.Module):
         drops: whether rows may be dropped.
 
     Raises:
-        BuildError: two balancers add the same term or update the bias, or a balancer is neither a loss nor a bias update.
+        BuildError: two balancers add the same term or update the bias, or a balancer is neither loss nor bias update.
     """
 
     def __init__(self, experts: int, balancing: Sequence[Balancer], *, selection_bias: bool, drops: bool) -> None:
@@ -104,13 +104,13 @@ class BalancedRouter(nn.Module):
 
     @torch.no_grad()
     def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
-        """Update the selection bias from the rows of the whole step, if a balancer updates it; the host does not wait."""
+        """Update the selection bias from the rows of the whole step, if a balancer does; the host does not wait."""
         if self._update is not None:
             bias = self.get_buffer("selection_bias")
             bias.copy_(torch.where(finite, self._update.moved(bias, tallies["expert_tokens"]), bias))
 
     def everywhere(self, choice: Choice, context: ContextShare | None, scores: Callable[[Tensor], Tensor]) -> Choice:
-        """Gather the choice of all positions of the samples. With losses, collective over ``cp``, also in the backward."""
+        """Gather the choice of all positions of samples. With losses, collective over ``cp``, also in the backward."""
         if context is None or not self.loss_terms():
             return choice
 

@@ -22,8 +22,8 @@ class SequenceBalance:
     """Sequence balancer: balancing loss ``sum_i f_i P_i`` per sample; 1 if all experts are used equally, at most E / k.
 
     f_i = E / (k S) * (number of tokens of the sample that chose expert i); P_i is the mean of expert i's normalised
-    scores: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. f_i counts the experts actually chosen, which may differ
-    from the k best scores of equation 18 because of a bias or of groups.
+    scores: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. f_i counts the experts actually chosen, which may
+    differ from the k best scores of equation 18 because of a bias or of groups.
 
     The loss does not depend on the layout as long as each rank has whole samples: if ranks share the positions of a
     sample, each part is balanced separately.
@@ -96,7 +96,7 @@ class ZLoss:
 
 @dataclass(frozen=True)
 class SignUpdate:
-    """Bias update ``b_i += rate * sign(mean load - load_i)``: raises experts with a load below the mean by a fixed step.
+    """Bias update ``b_i += rate * sign(mean load - load_i)``: raises experts below the mean load by a fixed step.
 
     Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1.
     """
@@ -105,7 +105,7 @@ class SignUpdate:
     layout_invariant: ClassVar[bool] = True
 
     def moved(self, bias: Tensor, counts: Tensor) -> Tensor:
-        """Return the new bias. Loads are compared as integers: an expert whose load is exactly the mean keeps its bias."""
+        """Return the new bias. Loads are compared as integers: an expert with exactly the mean load keeps its bias."""
         return bias + self.rate * (counts.sum() - counts * len(counts)).sign()
 
 

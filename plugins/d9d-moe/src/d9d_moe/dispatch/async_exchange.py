@@ -24,8 +24,8 @@ T = TypeVar("T")
 def untraced(function: F) -> F:
     """Exclude a function from ``torch.compile``: the graph breaks there, and the function runs eagerly.
 
-    It is meant for communication that another function awaits, which Dynamo would begin to trace and then fail. Dynamo is
-    imported only in the first call, because the import takes time.
+    It is meant for communication that another function awaits, which Dynamo would begin to trace and then fail. The
+    decorator imports Dynamo, which takes time.
     """
     opaque: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return opaque
@@ -76,15 +76,15 @@ class AsyncExchange:
         Args:
             pending: exchange in progress; received integers have no gradient.
             saved: tensors that ``send`` needs.
-            send: function of the gradients of the received tensors and ``saved`` that starts and returns the exchange of
-                the gradients. Called in the backward.
+            send: function of the gradients of the received tensors and ``saved`` that starts and returns the exchange
+                of the gradients. Called in the backward.
         """
         arrived: Tensors = _FinishExchange.apply(self._link, send, pending, len(self._tensors), *self._tensors, *saved)
         return arrived
 
 
 class _Link:
-    """State shared by the two autograd functions of an exchange; small, because it lives as long as the autograd graph."""
+    """State shared by the two autograd functions of an exchange; small, because it lives as long as the graph."""
 
     __slots__ = ("back",)
 

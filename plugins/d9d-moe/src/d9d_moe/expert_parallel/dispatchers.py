@@ -11,7 +11,7 @@ from torch import nn
 
 
 def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher]) -> tuple[str, ...]:
-    """Replace the dispatcher of every layer with experts, in place; layers with the same number of experts share a dispatcher.
+    """Replace the dispatcher of every layer with experts, in place; layers with equally many experts share one.
 
     Strategies at the anchor ``expert``, position ``after``, call it to replace the dispatchers of ``expert_parallel``.
 

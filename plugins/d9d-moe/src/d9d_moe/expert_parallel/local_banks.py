@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 def compute_with_local_banks(bank: nn.Module) -> None:
     """Change a module in place so that its forward uses the local shards ``[local experts, ...]`` of its DTensors.
 
-    The module and its kernels therefore handle no DTensors. The gradient of a local shard is the DTensor's local gradient:
-    the tokens of all ranks were sent to the experts, so no gradient is reduced over ``ep``.
+    The module and its kernels therefore handle no DTensors. The gradient of a local shard is the DTensor's local
+    gradient: the tokens of all ranks were sent to the experts, so no gradient is reduced over ``ep``.
 
     Args:
         bank: module that owns parameters, each sharded over ranks in dimension 0; its children are not changed.

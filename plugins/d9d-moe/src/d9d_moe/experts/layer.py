@@ -20,8 +20,8 @@ from d9d_moe.router.top_k import TopKRouter
 class MoELayer(nn.Module):
     """MoE layer: weighted sum of the outputs of each token's experts, plus an optional shared expert for all tokens.
 
-    Qwen3-MoE has no shared expert, DeepSeek-V3 has a shared expert ("DeepSeek-V3", equation 12), and Qwen2-MoE multiplies
-    the output of its shared expert by a sigmoid gate.
+    Qwen3-MoE has no shared expert, DeepSeek-V3 has a shared expert ("DeepSeek-V3", equation 12), and Qwen2-MoE
+    multiplies the output of its shared expert by a sigmoid gate.
 
     Args:
         router: router that chooses experts for each token.
@@ -78,8 +78,8 @@ class MoELayer(nn.Module):
 
         Args:
             hidden: [B, S, H].
-            padding: bool [B, S], padded positions, which no expert computes and no tally counts; ``None`` if there is no
-                padding. Covers all positions, even if ranks of ``tp`` split ``hidden``.
+            padding: bool [B, S], padded positions, which no expert computes and no tally counts; ``None`` if there is
+                no padding. Covers all positions, even if ranks of ``tp`` split ``hidden``.
         """
         tokens = hidden.flatten(0, 1)
         routing = self.router(tokens, samples=len(hidden), padding=None if padding is None else padding.flatten())

@@ -50,7 +50,7 @@ class TopKRouter(BalancedRouter):
         balancing: balancers of the router; see :mod:`d9d_moe.balancing`.
         capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, T without
             padding; further rows are dropped (:func:`~d9d_moe.router.selection.over_capacity`), after weights were
-            renormalised. The dropped rows depend on the layout, which decides which samples share a microbatch and rank.
+            renormalised. The dropped rows depend on the layout, by which samples share a microbatch and a rank.
 
     Raises:
         BuildError: the numbers of experts, choices and groups, or the balancers, do not fit together.
@@ -98,7 +98,7 @@ class TopKRouter(BalancedRouter):
         return [*super().layout_dependence(), *dropping]
 
     def see_sequence(self, share: SequenceShare) -> None:
-        """Route only this rank's positions (``tp``); losses, tallies and capacity are computed for all positions on every rank."""
+        """Route only this rank's positions under ``tp``; losses, tallies and capacity cover all positions."""
         self._share = share
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:
@@ -106,7 +106,7 @@ class TopKRouter(BalancedRouter):
         return [("all_gather", step.bytes_of(self.experts, max(step.itemsize, 4)))]
 
     def see_context(self, share: ContextShare) -> None:
-        """Route only this rank's positions (``cp``); losses cover all positions, tallies and capacity only this rank's."""
+        """Route only this rank's positions under ``cp``; losses cover all positions, tallies and capacity do not."""
         self._context = share
 
     def context_collectives(self, step: StepShape) -> Sequence[ContextCall]:

@@ -1,1 +1,1 @@
-"""Command ``d9d lr``."""
+"""Command ``d9d lr``, which shows the learning rate of a job."""

@@ -47,11 +47,11 @@ def show(
         list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")
     ] = [],  # noqa: B006
 ) -> None:
-    """Plot the learning rate of each step."""
+    """Plot the learning rate of each step of a job."""
     loaded = JobFile.load(job, overrides=overrides, policy=PluginPolicy(files=tuple(plugin)))
     total = steps or loaded.steps
     if total is None:
-        raise JobError("the length of the run depends on the data, which is not read here; give it with --steps")
+        raise JobError("the length of the run depends on the data, which is not read; give it with --steps")
     rates = _rates(loaded, total)
     path = picture or Path(f"{job.stem}-lr.svg")
     name = loaded.lr_schedule.selector if loaded.lr_schedule else "constant"
@@ -71,7 +71,7 @@ def show(
 
 
 def _rates(job: JobFile, total: int) -> list[float]:
-    """Learning rate of each step; the schedule's factor if the optimizer has no ``lr``."""
+    """Learning rate of each step; the factor of the schedule if the optimizer has no ``lr``."""
     base = getattr(job.optimizer, "lr", 1.0)
     schedule = _schedule(job, total)
     return [base * schedule(step) for step in range(total)]

@@ -1,1 +1,1 @@
-"""Optimizers with state by parameter name, whose steps can be gated on the device."""
+"""Optimizers with state by parameter name, whose steps can be skipped by a flag on the device (gated)."""

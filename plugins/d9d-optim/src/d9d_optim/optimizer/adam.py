@@ -34,14 +34,14 @@ class FusedAdam(NamedOptimizer):
 
     @cached_property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots: the moments and the number of steps taken."""
+        """Slots of a parameter's state: the moments and the number of steps taken."""
         largest: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = (
             {"max_exp_avg_sq": zeros} if self._config.amsgrad else {}
         )
         return {"exp_avg": zeros, "exp_avg_sq": zeros, **largest, "step": counter}
 
     def update(self, batch: Batch) -> None:
-        """Update the batch with one fused call."""
+        """Update the batch with one call of torch's fused kernel."""
         config = self._config
         update_adam(
             batch,

@@ -29,16 +29,18 @@ class AdamW(FusedAdam):
     ``max_exp_avg_sq``, and ``step`` (0-d float32, number of steps taken).
 
     With ``master_weights``, a bfloat16 parameter is its float32 master weight rounded to nearest, and the state
-    ``lower_bits`` (int16, in the parameter's shape) is their signed difference in units of float32's last place. A
-    parameter that is loaded with zero lower bits is therefore its own master weight, and no copy has to be kept in sync
-    with other changes of a parameter.
+    ``lower_bits`` (int16, in the parameter's shape) is the signed difference of the two in units of float32's last
+    place. A parameter that is loaded with zero lower bits is therefore its own master weight, and other changes of a
+    parameter need not be copied to a master weight.
 
     The step is the op ``adamw``: a backend is called with a :class:`~d9d_optim.optimizer.base.Batch` and the keywords
-    ``betas`` and ``eps``. Facts of the slot: ``amsgrad``, ``maximize`` and ``master_weights``; with ``master_weights``,
-    a batch of bfloat16 parameters has the slot ``lower_bits``, and the step must update the master weights.
+    ``betas`` and ``eps``. Static facts of the op slot, which backends read: ``amsgrad``, ``maximize`` and
+    ``master_weights``; with ``master_weights``, a batch of bfloat16 parameters has the state ``lower_bits``, and the
+    step must update the master weights.
 
     Raises:
-        BuildError: master weights are set, but a parameter has another narrow format, or none is bfloat16.
+        BuildError: ``master_weights`` is set, but a parameter has another narrow format than bfloat16, or no parameter
+            is bfloat16.
     """
 
     def __init__(self, config: AdamWConfig, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -56,11 +58,11 @@ class AdamW(FusedAdam):
             self._groups = tuple(part for group in self._groups for part in self._by_dtype(group))
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the step."""
+        """Slot of the op ``adamw``, which makes the step."""
         return {"step": self._step}
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of a parameter, with lower bits for a bfloat16 parameter with a master weight."""
+        """Slots of a parameter's state, with ``lower_bits`` for a bfloat16 parameter with a master weight."""
         lacks_bits = self._masters and self._parameters[name].dtype == torch.bfloat16
         return {**self.slots, _LOWER_BITS: _no_bits} if lacks_bits else self.slots
 
@@ -97,7 +99,7 @@ class AdamW(FusedAdam):
                 )
         if torch.bfloat16 not in dtypes.values():
             raise BuildError(
-                "optimizer.master_weights: every trainable parameter is float32 and needs no master weight; set "
+                "optimizer.master_weights: every trainable parameter is float32, which needs no master weight; set "
                 "precision.parameters to bfloat16, or leave master_weights out"
             )
 

@@ -25,13 +25,14 @@ _OWN = ("params", "lr", "weight_decay")
 class TorchOptimizer(NamedOptimizer):
     """Optimizer of any torch class that the job names: gated, with state by name, and for DTensors.
 
-    Classes create their state in the first step. Each parameter's initial state is therefore found beforehand, by a
-    step with a zero gradient on a tensor of zeros like the parameter: the first value of a slot is its initial value.
-    Parameters are passed to the class as they are, sharded ones as DTensors, so that a class whose update is not
+    Torch's classes create their state in the first step. Each parameter's initial state is therefore found beforehand,
+    by a step with a zero gradient on a tensor of zeros like the parameter: the first value of a slot is its initial
+    value.
+    Parameters are passed to the class unchanged, sharded parameters as DTensors, so that a class whose update is not
     elementwise works; its operations may communicate.
 
-    The class knows no gate, so old or new values are selected on the device. During a step, that takes a copy of a
-    group's parameters and state.
+    The class has no gate, so this adapter selects old or new values on the device after each step. During a step, this
+    takes memory for a copy of a group's parameters and state.
 
     State per parameter: the tensors that the class keeps.
 
@@ -72,16 +73,16 @@ class TorchOptimizer(NamedOptimizer):
                 optimizer.state[parameter] = dict(self._state[self._names[id(parameter)]])  # type: ignore[union-attr]
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of a parameter, named by the class."""
+        """Slots of a parameter's state, under the names that the class uses."""
         return dict.fromkeys(self._materialised()[name], zeros)
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of the first parameter."""
+        """Slots of the first parameter's state."""
         return self.slots_of(next(iter(self._parameters)))
 
     def collectives(self) -> None:
-        """Collectives of a step; unknown, because operations of the class on DTensors may communicate."""
+        """Collectives of a step: ``None``, unknown, because operations of the class on DTensors may communicate."""
         return
 
     def apply(self, batch: Batch) -> None:
@@ -118,14 +119,14 @@ class TorchOptimizer(NamedOptimizer):
 
     @property
     def _plain(self) -> dict[str, Any]:
-        """Arguments without those that require some device."""
+        """Arguments of the class without arguments that require a particular device, such as ``fused``."""
         asks = {"fused", "capturable", "foreach"}.intersection(_accepted(self._class))
         return {**self._arguments, **dict.fromkeys(asks, False)}
 
     def _refuse_late_state(self) -> None:
-        """Raise if the first step of the class differs when its state already exists.
+        """Raise if the first step of the class gives another result when the state already exists.
 
-        SGD with dampening is an example: its momentum is initialised with the first gradient.
+        SGD with dampening is an example, because its first step initialises the momentum with the gradient.
         """
         record = _Record()
         results: list[list[Tensor]] = []
@@ -155,7 +156,7 @@ class TorchOptimizer(NamedOptimizer):
             )
 
     def _probe(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Initial state of a parameter. Collective over its mesh if the class communicates."""
+        """Find a parameter's initial state by a step on zeros. Collective over its mesh if the class communicates."""
         stand_in = nn.Parameter(torch.zeros_like(parameter))
         stand_in.grad = torch.zeros_like(stand_in)
         # A meta tensor shows the slots, if no argument requires a device that computes.
@@ -191,10 +192,10 @@ class TorchOptimizer(NamedOptimizer):
 
 
 class _Record(dict[str, Any]):
-    """State of a parameter that records the first value of each slot.
+    """State mapping of a parameter, which records the first value of each slot.
 
     Attributes:
-        first: slot -> copy of its first tensor.
+        first: copy of the first tensor of each slot, by slot name.
         unfit: slots with values other than tensors.
     """
 
@@ -222,7 +223,7 @@ class _Record(dict[str, Any]):
 
 @contextmanager
 def _narrow_gradients(parameters: list[Tensor]) -> Iterator[None]:
-    """Give parameters gradients in their own dtype, as classes expect; restores wider gradients afterwards."""
+    """Give parameters gradients in their own dtype, as torch's classes expect; restore wider gradients afterwards."""
     wide = [(p, p.grad, p.grad_dtype) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
     try:
         for parameter, gradient, _ in wide:
@@ -268,7 +269,7 @@ def _arguments(
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in config.arguments.items()}
     for key in arguments:
         if key in _OWN:
-            raise JobError(f"optimizer.arguments.{key}: it is not an argument; set optimizer.{key}")
+            raise JobError(f"optimizer.arguments.{key}: {key} is a field, not an argument; set optimizer.{key}")
         if key not in accepted and "**" not in accepted:
             near = closest(key, accepted)
             hint = f"did you mean '{near}'?" if near else f"it takes: {', '.join(k for k in accepted if k not in _OWN)}"
@@ -277,7 +278,7 @@ def _arguments(
     if decays and "weight_decay" not in accepted:
         raise JobError(f"optimizer.weight_decay: {config.target} has no weight decay; remove it")
     if config.state_dtype == "float32":
-        raise JobError("optimizer.state_dtype: the class chooses the number format of its state; remove it")
+        raise JobError("optimizer.state_dtype: the class chooses the number format of its state; remove the field")
     on_device = any(parameter.device.type not in ("cpu", "meta") for parameter in parameters.values())
     if on_device and "capturable" in accepted and not arguments.get("fused"):
         arguments.setdefault("capturable", True)  # counts steps on the device, like the gate
@@ -285,7 +286,7 @@ def _arguments(
 
 
 def _accepted(found: Any) -> list[str]:
-    """Names of the arguments of a class; ``**`` for arbitrary keyword arguments."""
+    """Names of the arguments that a class accepts; ``**`` if it accepts arbitrary keyword arguments."""
     parameters = inspect.signature(found).parameters.values()
     return ["**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
 

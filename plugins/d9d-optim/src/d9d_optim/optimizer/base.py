@@ -19,16 +19,16 @@ from d9d_optim.optimizer.groups import ParameterGroup, group_parameters
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Batch of an optimizer: lists, of equal length, of the tensors of one group's parameters that have a gradient.
+    """Batch of an optimizer: the tensors of one group's parameters that have a gradient, in lists of equal length.
 
-    One fused call can update them all. For DTensors, the tensors are this rank's shards.
+    One fused call can update the whole batch. For DTensors, the tensors are this rank's shards.
 
     Attributes:
         names: parameter names.
         layouts: the parameters themselves, as DTensors if sharded.
         params: parameters, updated in place.
-        grads: their gradients.
-        slots: slot name -> state tensors, updated in place.
+        grads: gradients of the parameters.
+        slots: state tensors of the parameters by slot name, updated in place.
         lr: the learning rate of the step.
         weight_decay: decay per unit of learning rate.
         gate: 0-d bool on the parameters' device; if false, nothing may change.
@@ -49,7 +49,7 @@ class Batch:
     divisor: Tensor | None = None
 
     def part(self, indices: Sequence[int]) -> Batch:
-        """Batch with a selection of the tensors."""
+        """Make a batch with a selection of the tensors."""
 
         def chosen(tensors: list[Any]) -> list[Any]:
             return [tensors[index] for index in indices]
@@ -67,8 +67,8 @@ class Batch:
 class NamedOptimizer(ABC):
     """Base of the optimizers with state by name, see :class:`d9d_core.optimizer.Optimizer`.
 
-    State is kept by parameter name rather than by position in a list, so it means the same in every layout. A subclass
-    defines a parameter's state (:attr:`slots`) and the update of a batch (:meth:`update`); this class handles groups,
+    State is kept by parameter name rather than by position in a list, so that it can be loaded in every layout. A
+    subclass defines a parameter's state (:attr:`slots`) and the update of a batch (:meth:`update`); this class handles groups,
     learning rates, wider state, division of gradients for clipping, and sharded parameters. Updates are elementwise, on
     this rank's shards; a subclass with another kind of update overrides :meth:`apply`.
 
@@ -78,10 +78,10 @@ class NamedOptimizer(ABC):
 
     Args:
         config: learning rate, decay and groups.
-        parameters: all parameters of the model by name; frozen ones are ignored.
+        parameters: all parameters of the model by name; frozen parameters are ignored.
 
-    Raises:
-        BuildError: nothing is trainable, or a group's pattern applies to no parameter.
+        Raises:
+            BuildError: no parameter is trainable, or a group's pattern applies to no parameter.
     """
 
     takes_divisor: ClassVar[bool] = False
@@ -107,8 +107,8 @@ class NamedOptimizer(ABC):
         """Update every trainable parameter that has a gradient.
 
         Args:
-            gate: 0-d bool. If false, weights, moments and step counts keep their bits. Kernels read it on the device,
-                without a synchronisation; only for parameters in host memory it is copied to the host.
+            gate: 0-d bool. If false, weights, moments and step counts keep their bits. Kernels read the gate on the
+                device, without waiting on the host; only for parameters in host memory, the gate is copied to the host.
 
         Raises:
             BuildError: :meth:`init_state` was not called.
@@ -130,7 +130,7 @@ class NamedOptimizer(ABC):
         self._divisor = divisor
 
     def set_lr_factor(self, factor: float) -> None:
-        """Set the factor on the base learning rate of every group, for the next steps."""
+        """Set the factor by which the base learning rate of every group is multiplied in the next steps."""
         self._factor = factor
 
     @property
@@ -150,7 +150,7 @@ class NamedOptimizer(ABC):
         }
 
     def state(self) -> Mapping[str, Tensor]:
-        """State dict: ``"<parameter name>/<slot>"`` -> the optimizer's own tensor; load by copying into it.
+        """State dict: the optimizer's own tensors by ``"<parameter name>/<slot>"``; to load a state, copy into them.
 
         Raises:
             BuildError: :meth:`init_state` was not called, so there is no state to load into.
@@ -160,11 +160,11 @@ class NamedOptimizer(ABC):
         }
 
     def collectives(self) -> Iterable[Collective] | None:
-        """Collectives of a step; none, as updates are elementwise. Override it if :meth:`apply` communicates."""
+        """Collectives of a step: none, as updates are elementwise. Override it if :meth:`apply` communicates."""
         return ()
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:  # noqa: ARG002
-        """Slots of one parameter's state; by default the same for all parameters."""
+        """Slots of one parameter's state; by default :attr:`slots`, the same for all parameters."""
         return self.slots
 
     def apply(self, batch: Batch) -> None:
@@ -182,17 +182,18 @@ class NamedOptimizer(ABC):
     @property
     @abstractmethod
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of a parameter's state: name -> function (parameter, dtype of moments) that makes the initial value.
+        """Slots of a parameter's state: for each name a function that makes the initial value of the slot.
 
-        :func:`zeros` and :func:`counter` are such functions.
+        The arguments of a function are the parameter and the dtype of moments. :func:`zeros` and :func:`counter` are
+        such functions.
         """
 
     @abstractmethod
     def update(self, batch: Batch) -> None:
-        """Update parameters and state of the batch in place; if ``batch.gate`` is false, all keep their bits.
+        """Update parameters and state of the batch in place; if ``batch.gate`` is false, all tensors keep their bits.
 
-        Gradients may be NaN or infinite then, so use ``torch.where``, not a product with the gate. The host may not
-        read the value of a tensor.
+        If the gate is false, gradients may be NaN or infinite, so use ``torch.where``, not a product with the gate. The
+        host may not read the value of a tensor.
         """
 
     def _lr_of(self, group: ParameterGroup) -> float:
@@ -203,10 +204,10 @@ class NamedOptimizer(ABC):
         return parameter.dtype if self._least_dtype is None else torch.promote_types(parameter.dtype, self._least_dtype)
 
     def _divided(self, batch: Batch) -> Batch:
-        """Batch with final gradients, or the same batch if :meth:`update` divides with the same result.
+        """Divide the gradients of a batch, or return the batch if :meth:`update` divides them with the same result.
 
-        A kernel divides before it rounds, so narrow gradients, and wide gradients of narrow parameters, are divided
-        here.
+        A kernel divides before it rounds, so this method divides narrow gradients, and wide gradients of narrow
+        parameters.
         """
         if batch.divisor is None:
             return batch
@@ -226,7 +227,7 @@ class NamedOptimizer(ABC):
         narrow.params[0].copy_(params[0])
 
     def _by_device(self, group: ParameterGroup) -> dict[torch.device, list[str]]:
-        """Names of a group's parameters that have a gradient, by device: offloaded ones are in host memory."""
+        """Names of a group's parameters that have a gradient, by device; offloaded parameters are in host memory."""
         found: dict[torch.device, list[str]] = {}
         for name in group.names:
             if self._parameters[name].grad is not None:
@@ -277,7 +278,7 @@ def zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def counter(parameter: Tensor, _dtype: torch.dtype) -> Tensor:
-    """Initial step count: 0-d, float32 on the parameter's device, where the fused kernels count."""
+    """Initial step count zero: 0-d float32 on the parameter's device, where the fused kernels count steps."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
@@ -288,5 +289,5 @@ def divide(gradients: list[Tensor], divisor: Tensor) -> None:
 
 
 def keep_if(gate: Tensor, tensor: Tensor, new: Tensor) -> None:
-    """Set ``tensor`` to ``new`` if the 0-d ``gate`` is true; otherwise each bit stays, whatever ``new`` is."""
+    """Set ``tensor`` to ``new`` if the 0-d ``gate`` is true; otherwise no bit changes, even if ``new`` has NaN."""
     tensor.copy_(torch.where(gate, new.to(tensor.dtype), tensor))

@@ -53,7 +53,7 @@ class OptimizerConfig(PluginConfig):
 
     @property
     def wide_state(self) -> bool:
-        """Whether moments are at least float32."""
+        """Whether moments are float32 or wider."""
         return self.state_dtype == "float32"
 
 
@@ -89,7 +89,7 @@ class AdamWConfig(AdamFields):
 
     @property
     def wide_state(self) -> bool:
-        """Whether moments are at least float32."""
+        """Whether moments are float32 or wider."""
         return self.master_weights or self.state_dtype == "float32"
 
     @model_validator(mode="after")
@@ -129,7 +129,7 @@ class SGDConfig(OptimizerConfig):
         if self.dampening and self.momentum == 0:
             raise ValueError("dampening needs a momentum above 0; set momentum (0.9 is usual) or remove dampening")
         if self.nesterov and self.dampening:
-            raise ValueError("nesterov is defined only without dampening; remove one of them")
+            raise ValueError("nesterov is defined only without dampening; remove nesterov or dampening")
         return self
 
 

@@ -31,12 +31,12 @@ class ParameterGroup:
 
 
 def group_parameters(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> tuple[ParameterGroup, ...]:
-    """Assign the trainable parameters to groups; frozen parameters belong to none.
+    """Assign the trainable parameters to groups; frozen parameters belong to no group.
 
-    Groups without a rule come first, then the rules in their order. Empty groups are left out.
+    Groups without a rule come first, then the groups of the rules in their order. Empty groups are left out.
 
     Raises:
-        BuildError: nothing is trainable, or a rule applies to no parameter.
+        BuildError: no parameter is trainable, or a rule applies to no parameter.
     """
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     if not trainable:
@@ -79,7 +79,7 @@ def _check_rule(index: int, config: OptimizerConfig, owner: Mapping[str, int | N
         first = owner[taken[0]]
         raise BuildError(
             f"{where} applies to no parameter: earlier groups take all its matches, for example {taken[0]} "
-            f"(groups[{first}]); move it before them"
+            f"(groups[{first}]); move this group before them"
         )
     still = sorted(name for name in frozen if fnmatch.fnmatchcase(name, pattern))
     if still:

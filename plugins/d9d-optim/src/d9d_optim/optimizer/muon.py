@@ -23,15 +23,14 @@ from d9d_optim.optimizer.whole_matrices import map_matrices, matrix_collectives
 class Muon(NamedOptimizer):
     """Muon, bit-identical to ``torch.optim.Muon``, also for sharded matrices, and AdamW for the other parameters.
 
-    A matrix is a parameter of two dimensions, or a bank of matrices (experts) of three, unless it matches
-    ``adamw.match``. Its average of gradients is orthogonalised, so that all directions are learned equally.
+    A matrix is a parameter of two dimensions, or a bank of matrices (experts) of three dimensions, unless it matches
+    ``adamw.match``. Its average of gradients is orthogonalised, so that the update is equally large in all directions.
 
-    State per matrix: ``momentum_buffer`` in the parameter's shape. State of the others as in ``adamw``: ``exp_avg``,
-    ``exp_avg_sq`` and ``step``.
+    State per matrix: ``momentum_buffer`` in the parameter's shape. State of other parameters as in ``adamw``:
+    ``exp_avg``, ``exp_avg_sq`` and ``step``.
 
-    Collectives: a step gathers each matrix that is sharded within its rows or columns once, in bfloat16, on the one
-        rank
-    that computes it, and scatters the result; see :func:`d9d_optim.optimizer.whole_matrices.map_matrices`.
+    A step gathers each matrix that is sharded within its rows or columns once, in bfloat16, on the one rank that
+    computes its update, and scatters the result; see :func:`d9d_optim.optimizer.whole_matrices.map_matrices`.
 
     Raises:
         BuildError: no parameter is left for Muon, or a pattern of ``adamw.match`` matches nothing.
@@ -55,7 +54,7 @@ class Muon(NamedOptimizer):
         self._groups = tuple(sorted(groups, key=lambda group: group.names[0] not in self._matrices))
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots: the average of gradients for a matrix; moments and number of steps for other parameters."""
+        """Slots of the state: the average of gradients for a matrix; moments and step count for other parameters."""
         return self.slots if name in self._matrices else {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter}
 
     @property
@@ -64,7 +63,7 @@ class Muon(NamedOptimizer):
         return {"momentum_buffer": zeros}
 
     def apply(self, batch: Batch) -> None:
-        """Update a group; all matrices together, because ranks share the work. Collective over their meshes."""
+        """Update a group; all matrices together, because ranks share the work. Collective over the matrices' meshes."""
         if batch.names[0] not in self._matrices:
             super().apply(batch)
             return

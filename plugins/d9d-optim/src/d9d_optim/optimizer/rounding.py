@@ -15,10 +15,10 @@ _KEPT_BITS = -0x10000  # sign, exponent and the seven bits of bfloat16's fractio
 
 @torch.no_grad()
 def copy_fp32_to_bf16_stochastic_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Round float32 numbers stochastically to bfloat16: each to one of its neighbours, to the nearer one more often.
+    """Round float32 numbers stochastically to bfloat16: each to one of its two neighbours, more often to the nearer.
 
     The expected value is the number itself. NaN, infinities and numbers that bfloat16 can represent are kept; finite
-    numbers above the largest bfloat16 number become that number. Does not synchronise with the device.
+    numbers above the largest bfloat16 number become the largest. The host does not wait for the device.
 
     Args:
         target: bfloat16, changed in place; for a DTensor, pass its local shard.
@@ -30,13 +30,13 @@ def copy_fp32_to_bf16_stochastic_(target: Tensor, source: Tensor, generator: tor
         The target.
 
     Raises:
-        TypeError: the dtypes differ from these.
+        TypeError: the target is not bfloat16, or the source is not float32.
         ValueError: the shapes differ.
     """
     if target.dtype != torch.bfloat16 or source.dtype != torch.float32:
         raise TypeError(f"rounds float32 to bfloat16, but got {source.dtype} to {target.dtype}")
     if target.shape != source.shape:
-        raise ValueError(f"the target has shape {tuple(target.shape)}, the source {tuple(source.shape)}")
+        raise ValueError(f"the target has shape {tuple(target.shape)}, but the source {tuple(source.shape)}")
     noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, device=source.device, generator=generator)
     return target.copy_(rounded(source, noise))
 
@@ -74,11 +74,11 @@ def next_key(key: Tensor) -> Tensor:
 def positions(parameter: Tensor) -> list[Tensor]:
     """Index of each local element in the full tensor, as one int32 tensor per dimension; their sum is the index.
 
-    An element gets the same noise in every layout, and its copies on several ranks get the same noise. Indices wrap
-    around beyond 2**32. No collectives.
+    The noise of an element depends on its index, so it is the same in every layout and for copies on several ranks.
+    Indices wrap around beyond 2**32. No collectives.
 
     Returns:
-        For dimension d, a tensor with as many dimensions as the parameter, of size 1 except in d.
+        For each dimension d, a tensor with as many dimensions as the parameter, of size 1 except in d.
     """
     device = parameter.device
     shape: Sequence[int] = parameter.shape or (1,)
@@ -105,7 +105,7 @@ def are_consecutive(parameter: Tensor) -> bool:
 
 
 def _own_part(whole: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """Shard of a tensor that extends in one dimension, sharded like the parameter."""
+    """This rank's shard of a tensor that has a size above 1 only in one dimension, sharded like the parameter."""
     if not is_dtensor(parameter):
         return whole
     from torch.distributed.tensor import Replicate, distribute_tensor

@@ -29,7 +29,7 @@ class ScheduleFree(NamedOptimizer):
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots: the iterate, the second moment and three numbers."""
+        """Slots of a parameter's state: the iterate, the second moment and three numbers."""
         return {"z": _copy, "exp_avg_sq": zeros, "step": counter, "weight_sum": counter, "largest_lr": counter}
 
     def update(self, batch: Batch) -> None:
@@ -54,14 +54,14 @@ class ScheduleFree(NamedOptimizer):
 
     @property
     def average(self) -> tuple[str, float]:
-        """Slot and weight with which ``x`` is ``lerp(y, z, 1 - 1 / beta1)``."""
+        """Slot ``z``, and the weight ``1 - 1 / beta1`` with which ``x`` is ``lerp(y, z, weight)``."""
         return "z", 1 - 1 / self._config.betas[0]
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Let the parameters hold the averages inside the block; afterwards their bits are restored.
+        """Let the parameters hold the averages inside the ``with`` block; afterwards their bits are restored.
 
-        Takes memory for a copy of this rank's parameters.
+        The block takes memory for a copy of this rank's parameters.
         """
         training = {}
         state, (slot, weight) = self._materialised(), self.average

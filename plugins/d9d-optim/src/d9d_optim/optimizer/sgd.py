@@ -15,9 +15,9 @@ from d9d_optim.optimizer.config import SGDConfig
 class SGD(NamedOptimizer):
     """SGD, bit-identical to ``torch.optim.SGD(fused=True)`` of the newest torch, with gated steps and state by name.
 
-    State per parameter: ``momentum_buffer`` in the parameter's shape, or none without momentum. It starts with zeros
-    instead of a copy of the first gradient: the first update is the same (0 * momentum + gradient), a checkpoint can be
-    loaded before any step, and a first step with a false gate needs no special case. With ``dampening`` the first
+    State per parameter: ``momentum_buffer`` in the parameter's shape, or none without momentum. The buffer starts with
+    zeros instead of a copy of the first gradient: the first update is the same (0 * momentum + gradient), a checkpoint
+    can be loaded before any step, and a first step with a false gate needs no special case. With ``dampening`` the first
     gradient counts in full, so the number of steps taken is kept too (``step``), and results are bit-identical to
     ``torch.optim.SGD(foreach=True)``.
     """
@@ -30,7 +30,7 @@ class SGD(NamedOptimizer):
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots: the velocity if there is momentum, and the number of steps taken if there is dampening."""
+        """Slots of a parameter's state: the velocity with momentum, and the number of steps taken with dampening."""
         if not self._config.momentum:
             return {}
         return {"momentum_buffer": zeros, **({"step": counter} if self._config.dampening else {})}
@@ -79,7 +79,7 @@ class SGD(NamedOptimizer):
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """The tensor, or a float32 copy if it is narrow and on a CPU.
+    """Return the tensor, or a float32 copy if the tensor is narrower than float32 and on a CPU.
 
     On a CPU, the fused kernel of torch 2.11 to 2.13 leaves most elements of narrow tensors unchanged, without an error
     (https://github.com/pytorch/pytorch/issues/191763).

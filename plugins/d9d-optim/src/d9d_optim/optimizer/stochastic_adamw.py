@@ -29,8 +29,8 @@ _PIECE_OF_CPU, _PIECE = 1 << 16, 1 << 24
 class StochasticAdamW(NamedOptimizer):
     """Stochastic AdamW: computes in float32 and rounds bfloat16 weights, and bfloat16 moments, stochastically.
 
-    An update below the precision of a weight is then applied with a probability proportional to its size, so the
-    expected weights follow float32 training without a float32 copy. Float32 parameters are not rounded.
+    An update below the precision of a weight is applied with a probability proportional to its size, so the expected
+    weights follow float32 training without a float32 copy. Float32 parameters are not rounded.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq`` in the parameter's shape, ``step`` (0-d float32, number of steps
     taken), ``generator`` (0-d int64). The noise of an element is a function of the generator and of the element's index
@@ -67,7 +67,7 @@ class StochasticAdamW(NamedOptimizer):
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots: the moments, the number of steps taken and the generator's state."""
+        """Slots of a parameter's state: the moments, the number of steps taken and the generator's state."""
         return {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter, "generator": _generator}
 
     def op_slots(self) -> Mapping[str, OpSlot]:
@@ -86,7 +86,7 @@ class StochasticAdamW(NamedOptimizer):
                 )
 
     def update(self, batch: Batch) -> None:
-        """Update each tensor piece by piece, with a few operations; gradients must be final."""
+        """Update each tensor piece by piece, with a few operations; gradients must be divided already."""
         for index in range(len(batch.params)):
             self._update_tensor(batch, index)
 
@@ -96,7 +96,7 @@ class StochasticAdamW(NamedOptimizer):
         self.update(batch)
 
     def _start(self, batch: Batch, index: int) -> Tensor:
-        """Index of the first local element, int32 [1], or [0] if there is none."""
+        """Index of the first local element in the full tensor, int32 [1]; [0] if this rank has no element."""
         return self._places(batch, index)[0].flatten()[:1]
 
     def _places(self, batch: Batch, index: int) -> list[Tensor]:

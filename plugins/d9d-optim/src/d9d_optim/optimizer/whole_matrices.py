@@ -23,9 +23,9 @@ def map_matrices(
 
     Collective over the ranks that shard a tensor: for as many matrices as there are ranks, two all-to-alls. Each rank
     gathers one matrix, computes it, and scatters the result. All ranks must pass the same tensors in the same order.
-    Matrices that are whole on this rank need no communication: replicated ones, which each rank computes, and banks
-    sharded between their matrices. Matrices sharded over several mesh dimensions are gathered and computed by every
-    rank.
+    Matrices that are whole on this rank need no communication: replicated matrices, which each rank computes, and
+    banks that are sharded between their matrices. Matrices sharded over several mesh dimensions are gathered and
+    computed by every rank.
 
     Args:
         parts: local shards of equal dtype, [rows, columns] or [matrices, rows, columns].
@@ -53,7 +53,7 @@ def map_matrices(
 
 
 def matrix_collectives(layouts: Sequence[Tensor], itemsize: int) -> Iterable[Collective]:
-    """Collectives of :func:`map_matrices` on this rank, for elements of ``itemsize`` bytes; runs nothing."""
+    """Predict the collectives of :func:`map_matrices` on this rank, for elements of ``itemsize`` bytes."""
     shared, everywhere = _sorted_out(layouts)
     for (group, _, _), rounds in shared.items():
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -74,10 +74,11 @@ _Rounds = dict[tuple[dist.ProcessGroup, int, int], list[list[int]]]
 
 
 def _sorted_out(layouts: Sequence[Tensor]) -> tuple[_Rounds, set[int]]:
-    """Indices of tensors that ranks compute for each other, in rounds by group, dim and number of dimensions.
+    """Sort tensors by the ranks that compute them, and return their indices.
 
-    Also returns the indices of tensors that all ranks compute because they are sharded over several mesh dimensions.
-    All other tensors are whole.
+    The first result has the tensors that ranks compute for each other, in rounds by group, dim and number of
+    dimensions. The second result has the tensors that all ranks compute, because they are sharded over several mesh
+    dimensions. All other tensors are whole.
     """
     shared: dict[tuple[dist.ProcessGroup, int, int], list[int]] = {}
     everywhere = set()
@@ -112,7 +113,7 @@ class _Cut:
 
 
 def _cuts(layout: Tensor) -> Iterable[_Cut]:
-    """Shardings within matrices: over more than one rank, in one of the last two dimensions."""
+    """Shardings of a tensor that cut its matrices: over more than one rank, in one of the last two dimensions."""
     if not is_dtensor(layout):
         return
     from torch.distributed.tensor import Shard
@@ -170,7 +171,7 @@ def _map_round(
 def _exchange(
     rows: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, like: Tensor
 ) -> Tensor:
-    """All-to-all of flat tensors of given lengths. As bytes, because some backends lack some number formats."""
+    """All-to-all of flat tensors of given lengths, sent as bytes, because some backends lack some number formats."""
     outgoing = torch.cat(list(rows)) if rows else like.new_empty(0)
     incoming = like.new_empty(sum(received))
     size = like.element_size()
@@ -185,7 +186,7 @@ def _exchange(
 
 
 def _sizes(length: int, ranks: int) -> list[int]:
-    """Lengths of a dimension's shards, as in DTensor: equal ones, then a shorter one, then empty ones."""
+    """Lengths of a dimension's shards, as in DTensor: equal shards, then a shorter shard, then empty shards."""
     step = -(-length // ranks)
     return [max(0, min(step, length - rank * step)) for rank in range(ranks)]
 

@@ -14,12 +14,14 @@ from d9d_optim.schedule.schedules import piecewise
 
 @dataclass(frozen=True)
 class PiecewiseBuilder:
-    """Builder of a piecewise schedule; each method returns a longer chain. Made by :func:`piecewise_schedule`.
+    """Builder of a piecewise schedule, made by :func:`piecewise_schedule`.
+
+    A method that adds a phase returns a new builder with this phase.
 
     Attributes:
         initial: factor at which the first phase starts.
         total_steps: length of the run, if known.
-        phases: phases so far.
+        phases: phases added so far.
     """
 
     initial: float = 0.0
@@ -41,7 +43,7 @@ class PiecewiseBuilder:
         return self._with(steps=steps, to=to, curve=curve, **options)
 
     def until_fraction(self, fraction: float, to: float, curve: str = "linear", **options: float) -> PiecewiseBuilder:
-        """Add a phase that ends at this fraction of all steps; for arguments and errors see :meth:`for_steps`."""
+        """Add a phase that ends at ``fraction`` of all steps; for other arguments and errors see :meth:`for_steps`."""
         return self._with(until=fraction, to=to, curve=curve, **options)
 
     def fill_rest(self, to: float, curve: str = "linear", **options: float) -> PiecewiseBuilder:
@@ -49,7 +51,7 @@ class PiecewiseBuilder:
         return self._with(to=to, curve=curve, **options)
 
     def config(self) -> PiecewiseConfig:
-        """Section ``lr_schedule`` for a job.
+        """Return the config of the schedule, for the section ``lr_schedule`` of a job.
 
         Raises:
             JobError: the phases do not fit together.
@@ -63,7 +65,7 @@ class PiecewiseBuilder:
         """Build the schedule, for your own training loop.
 
         Args:
-            total_steps: length of the run; by default the one given to :func:`piecewise_schedule`.
+            total_steps: length of the run; by default the length given to :func:`piecewise_schedule`.
 
         Raises:
             JobError: the phases do not cover the run exactly, or its length is unknown.
@@ -80,7 +82,7 @@ class PiecewiseBuilder:
         except ValidationError as error:
             raise _job_error(where, error) from error
         if self.phases and self.phases[-1].steps is None and self.phases[-1].until is None:
-            raise JobError(f"{where}: the phase before it covers the rest of the run, so no phase may follow")
+            raise JobError(f"{where}: the previous phase covers the rest of the run, so no phase may follow it")
         return longer
 
 
@@ -93,7 +95,7 @@ def piecewise_schedule(initial: float = 0.0, total_steps: int | None = None) -> 
 
     Args:
         initial: factor at which the first phase starts.
-        total_steps: length of the run for :meth:`PiecewiseBuilder.build`; a job sets its own.
+        total_steps: length of the run for :meth:`PiecewiseBuilder.build`; a job uses its own length.
     """
     return PiecewiseBuilder(initial, total_steps)
 

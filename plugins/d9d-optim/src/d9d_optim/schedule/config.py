@@ -132,7 +132,7 @@ class Phase(Section):
 
 
 class PiecewiseConfig(PluginConfig):
-    """Schedule of a chain of phases; each starts at the factor that the previous one reached."""
+    """Schedule of a chain of phases; each phase starts at the factor that the previous phase reached."""
 
     name: Literal["piecewise"] = "piecewise"
     """Selects the plugin."""
@@ -148,7 +148,7 @@ class PiecewiseConfig(PluginConfig):
             raise ValueError("needs at least one phase, for example {to: 1.0}")
         for index, phase in enumerate(phases[:-1]):
             if phase.steps is None and phase.until is None:
-                raise ValueError(f"phase {index} has no length, but only the last may cover the rest; set steps")
+                raise ValueError(f"phase {index} has no length, but only the last may cover the rest; set its steps")
         return phases
 
     @model_validator(mode="after")

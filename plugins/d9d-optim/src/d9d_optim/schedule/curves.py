@@ -1,4 +1,4 @@
-"""Curves between two factors, by name or by import path.
+"""Curves of learning-rate phases, from the factor at the start to the factor at the end, by name or import path.
 
 A curve is a function of (begin, end, progress) with progress in (0, 1]; at progress 1 its value is ``end``.
 """
@@ -69,34 +69,34 @@ def _try(curve: Curve, phase: Phase, begin: float, steps: int, field: str) -> No
 
 
 def linear(begin: float, end: float, progress: float) -> float:
-    """Linear curve."""
+    """Linear curve from ``begin`` to ``end``."""
     return _mixed(begin, end, 1 - progress)
 
 
 def cosine(begin: float, end: float, progress: float) -> float:
-    """Half a cosine: slow at both ends."""
+    """Half a cosine from ``begin`` to ``end``, which changes slowly at both ends."""
     return _mixed(begin, end, (1 + math.cos(math.pi * progress)) / 2)
 
 
 def poly(begin: float, end: float, progress: float, power: float = 2.0) -> float:
-    """Polynomial decay of the distance to ``end``: ``(1 - progress) ** power`` remains; fast at the start."""
+    """Curve whose distance to ``end`` is ``(1 - progress) ** power`` times the initial distance; fast at first."""
     return _mixed(begin, end, math.pow(1 - progress, power))
 
 
 def poly_late(begin: float, end: float, progress: float, power: float = 2.0) -> float:
-    """Polynomial growth of the distance from ``begin``: ``progress ** power`` is done; fast at the end."""
+    """Curve whose distance from ``begin`` is ``progress ** power`` times the whole distance; fast at the end."""
     return _mixed(begin, end, 1 - math.pow(progress, power))
 
 
 def exponential(begin: float, end: float, progress: float, floor: float = 0.0) -> float:
-    """Curve that is linear in the logarithm. Ends below the floor are approached as if they were the floor."""
+    """Curve whose logarithm is linear. Between start and end, a factor ``begin`` or ``end`` below ``floor`` counts as it."""
     if progress in (0.0, 1.0):
         return end if progress else begin
     return math.pow(max(begin, floor), 1 - progress) * math.pow(max(end, floor), progress)
 
 
 def inverse_sqrt(begin: float, end: float, progress: float) -> float:
-    """Curve that is linear in the inverse square: ``c / sqrt(step + d)`` through both ends."""
+    """Curve ``c / sqrt(step + d)`` through ``begin`` and ``end``, whose inverse square is linear."""
     if progress in (0.0, 1.0):
         return end if progress else begin
     return 1 / math.sqrt((1 - progress) / begin**2 + progress / end**2)

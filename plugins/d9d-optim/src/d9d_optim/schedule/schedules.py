@@ -65,7 +65,7 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, total_steps: int) -> Lr
     if config.warmup_steps + decay > total_steps:
         raise JobError(
             f"lr_schedule.warmup_steps is {config.warmup_steps} and the decay takes {decay} steps, but the run has "
-            f"{total_steps} steps; shorten one of them, or train longer"
+            f"{total_steps} steps; shorten one of the two, or train longer"
         )
     bounds = (0, config.warmup_steps, total_steps - decay, total_steps)
     phases = (Phase(to=1.0), Phase(to=1.0), Phase(to=config.min_factor, curve=config.curve))
@@ -92,7 +92,7 @@ def inverse_sqrt(config: InverseSqrtConfig, total_steps: int) -> LrSchedule:
 
 
 def _warmed_up(warmup_steps: int, total_steps: int, decay: Phase) -> Chain:
-    """Linear rise from 0 to 1, then the decay over the remaining steps."""
+    """Make a chain of a linear warm-up from 0 to 1 and a decay over the remaining steps."""
     if warmup_steps >= total_steps:
         raise JobError(
             f"lr_schedule.warmup_steps is {warmup_steps}, but the run has {total_steps} steps; "
@@ -115,7 +115,7 @@ class PlacedPhase:
     curve: Curve
 
     def at(self, step: int) -> float:
-        """Factor of a step of the phase; in the last step exactly ``to``."""
+        """Factor in a step of the phase; in the last step exactly the factor ``to`` of the phase."""
         if step == self.end - 1:
             return self.to
         return self.curve(self.begin, self.to, (step - self.first + 1) / (self.end - self.first))
@@ -139,7 +139,7 @@ def place(first: int, end: int, begin: float, phase: Phase, where: str = "lr_sch
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Chain of phases without gaps. Past the end, the last factor applies."""
+    """Chain of phases without gaps: a schedule. After its end, the last factor applies."""
 
     pieces: tuple[PlacedPhase, ...]
 

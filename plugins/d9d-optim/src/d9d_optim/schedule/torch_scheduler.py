@@ -22,7 +22,7 @@ _LENGTHS = ("total_steps", "T_max")
 
 
 def torch_scheduler(config: TorchScheduleConfig, total_steps: int) -> LrSchedule:
-    """Schedule of a torch scheduler, which is stepped once through the run with a base learning rate of 1.
+    """Schedule from a torch scheduler, which is stepped through the whole run once, with a base learning rate of 1.
 
     Raises:
         JobError: the path names no such class, the class depends on more than the step, an argument does not fit, or a
@@ -89,7 +89,7 @@ def _arguments(found: type[LRScheduler], config: TorchScheduleConfig, total_step
             hint = f"did you mean '{near}'?" if near else f"it takes: {', '.join(accepted)}"
             raise JobError(f"{where}: {config.target} takes no such argument; {hint}")
         if name == "cycle_momentum" and value:
-            raise JobError(f"{where}: a schedule may set only the learning rate; remove it")
+            raise JobError(f"{where}: a schedule may set only the learning rate; remove this argument")
         imported = isinstance(value, str) and ":" in value
         arguments[name] = import_path(where, value) if imported else value
     return arguments

@@ -1,1 +1,1 @@
-"""Learned scales of activations; written like a method of another package, so it imports only public protocols."""
+"""Fine-tuning method with learned scales of activations; an example for other packages, with only public imports."""

@@ -36,7 +36,7 @@ class Scale(nn.Module):
     Args:
         like: tensor whose device and dtype the weight gets.
         features: number of features.
-        of_inputs: whether it scales its layer's input instead of the output.
+        of_inputs: whether the scale multiplies the input of its layer instead of the output.
     """
 
     def __init__(self, like: Tensor, features: int, *, of_inputs: bool) -> None:
@@ -84,7 +84,7 @@ class Ia3:
 
     @torch.no_grad()
     def merge(self, stage: nn.Module) -> None:
-        """Multiply the scales into weights and biases. Collective over the ranks that share them."""
+        """Multiply the scales into weights and biases. Collective over the ranks that share these."""
         for layer in [owner for _, owner, _ in _scales(stage)]:
             own = {"weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias})
             for name, merged in _merged(own, layer.ia3_l.weight, layer.ia3_l.of_inputs).items():
@@ -101,7 +101,7 @@ class Ia3:
 
     @contextmanager
     def off(self, stage: nn.Module) -> Iterator[None]:
-        """Compute without the scales inside the block; see :class:`d9d_core.peft.SwitchesOff`."""
+        """Compute without the scales inside the ``with`` block; see :class:`d9d_core.peft.SwitchesOff`."""
         before = {scale: scale.off for _, _, scale in _scales(stage)}
         for scale in before:
             scale.off = True
@@ -129,7 +129,7 @@ class Ia3:
         }
 
     def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
-        """Mapper from the names of the scales to those in the file, where they are [O, 1] or [1, I]."""
+        """Mapper from the scales to the tensors of an adapter file, where they have the shape [O, 1] or [1, I]."""
         modules = _modules(stage, published)
         return Parallel(
             *(
@@ -142,7 +142,7 @@ class Ia3:
         """Check the config of an adapter to start from; its targets are checked by the names of its tensors.
 
         Raises:
-            CheckpointError: the adapter is of another kind, or has parts that this method lacks.
+            CheckpointError: the adapter is of another method, or has features that this method does not support.
         """
         if config_json.get("peft_type") != "IA3":
             raise CheckpointError(f"the adapter is of the kind {config_json.get('peft_type')!r}, but peft is 'ia3'")
@@ -165,7 +165,7 @@ class Ia3:
 
 
 def _scaled_class(base: type) -> type:
-    """Make the class of a layer with a scale. Not a hook, because compiled code ignores changes inside hooks."""
+    """Make the class of a layer with a scale; a hook would not do, because compiled code ignores changes inside hooks."""
 
     class Scaled(base):  # type: ignore[misc]
         ia3_base = base

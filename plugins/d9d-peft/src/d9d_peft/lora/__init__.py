@@ -1,1 +1,1 @@
-"""Low-rank adaptation."""
+"""Fine-tuning methods with low-rank updates: ``lora`` and ``dora``."""

@@ -40,16 +40,16 @@ class GroupedTerm(nn.Module):
         nn.init.zeros_(self.lora_B)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of both products."""
+        """Op slots of the grouped products with A and with B."""
         return {"down": self.down, "up": self.up}
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """Defer the weight gradients of both factors."""
+        """Let ``deferral`` compute the weight gradients of A and B later."""
         self._deferral = deferral
         return ("lora_A", "lora_B")
 
     def layout_dependence(self) -> Sequence[str]:
-        """Dropout, if there is any."""
+        """Describe how dropout, if there is any, depends on the layout."""
         return layout_dependence(self.lora_dropout)
 
     def forward(self, rows: Tensor, counts: Tensor, *, spare_rows: bool) -> Tensor:

@@ -27,7 +27,7 @@ MAGNITUDE = "lora_magnitude_vector"
 
 
 class Magnitude(nn.Module):
-    """Magnitudes of the rows of a weight, [O], on the device of that weight.
+    """DoRA magnitudes of the rows of a weight, a parameter [O] on the device of the weight.
 
     Args:
         weight: [O, I].
@@ -43,14 +43,14 @@ class Magnitude(nn.Module):
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Identity: a weight that no other rank shares is the rank's own part."""
+    """Return a weight unchanged, because it is whole on this rank."""
     return weight
 
 
 class Decomposed(AdaptedLinear):
     """Mixin that adds DoRA to a linear layer: ``m / |W + s B A| * (W x + s B A dropout(x)) + bias``.
 
-    The norms are norms of rows.
+    ``|W + s B A|`` are the norms of the rows, [O].
     """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
@@ -65,7 +65,7 @@ class Decomposed(AdaptedLinear):
     lora_add_up: Callable[[Tensor], Tensor] | None
 
     def lora_add(self, rank: int) -> None:
-        """Add both factors and the magnitudes."""
+        """Add the factors A and B and the magnitudes to the layer."""
         super().lora_add(rank)
         self.lora_magnitude_vector = Magnitude(self.weight)
         self.lora_own, self.lora_add_up = whole, None
@@ -75,11 +75,11 @@ class Decomposed(AdaptedLinear):
         return {**super().tensor_parallel_terms(), MAGNITUDE: "out_scale"}
 
     def split_features(self, own: Callable[[Tensor], Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Compute with a share of the features from now on; see :class:`d9d_core.model.SplitsFeatures`."""
+        """Compute with this rank's share of the features from now on; see :class:`d9d_core.model.SplitsFeatures`."""
         self.lora_own, self.lora_add_up = own, add_up
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:  # noqa: ARG002 - any batch
-        """Collective of a layer with parts of rows: the all-reduce of their squares, [O]."""
+        """Collective of a layer whose rows are split over ranks: the all-reduce of the rows' sums of squares, [O]."""
         return [("all_reduce", self.out_features * max(self.weight.dtype.itemsize, 4))]
 
     def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ class Dora(Lora):
     def start(self, stage: nn.Module) -> None:
         """Fill the magnitudes with the norms of the weights' rows; see :class:`d9d_core.peft.StartsFromWeights`.
 
-        Collective over the ranks that share rows: such a weight is gathered, so that norms are bit-identical in every
-        layout.
+        Collective over the ranks that hold parts of rows: a weight with split rows is gathered, so that norms are
+        bit-identical in every layout.
         """
         for _, layer in adapted_layers(stage):
             if isinstance(layer, Decomposed):
@@ -125,7 +125,7 @@ class Dora(Lora):
         """Check the config of an adapter to start from.
 
         Raises:
-            CheckpointError: the adapter is of another kind, rank or scale.
+            CheckpointError: the adapter is of another method, rank or scale.
         """
         files.check_config(self._config, config_json, names, use_dora=True)
 
@@ -149,7 +149,8 @@ def row_norms(
 ) -> Tensor:
     """DoRA norms of the rows of ``W + scale * B A``, [O], in float32 or wider.
 
-    Expanded, so that no matrix of the weight's size is made: ``|w|^2 + 2 s (W A^T) b + s^2 b (A A^T) b`` for each row.
+    The square of the norm is expanded, so that no matrix of the weight's size is allocated:
+    ``|w|^2 + 2 s (W A^T) b + s^2 b (A A^T) b`` for each row.
 
     Args:
         weight: W, [O, I].

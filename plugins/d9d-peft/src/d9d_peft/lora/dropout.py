@@ -15,8 +15,8 @@ def dropped(x: Tensor, fraction: float, training: bool, share: tuple[int, int] =
     Args:
         x: [..., I], or [..., I / R] in a row-wise layer of tensor parallelism.
         fraction: fraction of the inputs to drop.
-        training: whether to drop at all.
-        share: index of the part of I in ``x``, and number of parts; each rank drops its own part's features.
+        training: whether inputs are dropped; in evaluation they are not.
+        share: index of the part of I in ``x``, and number of parts; each rank drops only features of its own part.
     """
     part, parts = share
     if not fraction or parts == 1:
@@ -32,5 +32,5 @@ def dropped(x: Tensor, fraction: float, training: bool, share: tuple[int, int] =
 
 
 def layout_dependence(fraction: float) -> Sequence[str]:
-    """Dependences on the layout that dropping a fraction causes."""
+    """Describe how dropping a fraction of the inputs depends on the layout; empty if no inputs are dropped."""
     return ["dropout of low-rank updates draws random numbers per microbatch"] if fraction else []

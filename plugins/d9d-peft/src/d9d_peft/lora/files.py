@@ -23,10 +23,10 @@ _WEIGHT = ".weight"
 
 
 def modules_of(layers: Iterable[str], published: Mapping[str, str]) -> dict[str, str]:
-    """Names of adapted layers -> names of the same modules in published models.
+    """Names of the adapted modules in published models, by the names of the layers in d9d.
 
     Raises:
-        CheckpointError: a layer's weight is not one tensor there.
+        CheckpointError: the weight of a layer is not one tensor in published files.
     """
     found = {layer: published.get(f"{layer}{_WEIGHT}", "") for layer in layers}
     if other := [layer for layer, name in found.items() if not name.endswith(_WEIGHT)]:
@@ -38,13 +38,13 @@ def modules_of(layers: Iterable[str], published: Mapping[str, str]) -> dict[str,
 
 
 def check_no_expert(stage: nn.Module, modules: Iterable[str]) -> None:
-    """Check that the ``peft`` library takes no adapted layer for a matrix of experts.
+    """Check that the ``peft`` library does not mistake an adapted layer for a matrix of experts.
 
-    Where transformers joins the matrices of experts, it recognises them by the last part of their names only, and loses
-    the updates of other layers with such a name.
+    For models in which transformers joins the matrices of experts, the library recognises these matrices only by the
+    last part of their names, and loses the updates of other layers with such a name.
 
     Raises:
-        CheckpointError: a layer has the name of a bank.
+        CheckpointError: the last part of a layer's name is the name of a bank of experts.
     """
     banks = {bank for owner in modules_with(stage, HasBanks).values() for bank in owner.banks()}
     for module in modules:
@@ -56,11 +56,11 @@ def check_no_expert(stage: nn.Module, modules: Iterable[str]) -> None:
 
 
 def experts_of(stage: nn.Module, published: Mapping[str, str], rs_lora: bool) -> dict[str, tuple[int, str]]:
-    """Adapted banks of experts -> number of experts, and name of an expert's module in files with ``*`` as number.
+    """For each adapted bank of experts, the number of experts and the name of an expert's module in files.
 
-    A file has an update for each matrix of each expert, because published files store experts that way. The ``peft``
-    library joins them where transformers keeps the experts of a layer in one tensor; so it needs all banks, and a scale
-    other than rsLoRA's.
+    The name has ``*`` instead of the expert's number. A file has an update for each matrix of each expert, because
+    published files store a matrix for each expert. If transformers keeps the experts of a layer in one tensor, the
+    ``peft`` library joins the updates; it then needs updates of all banks, and does not support the scale of rsLoRA.
 
     Raises:
         CheckpointError: some banks of a layer have no update, the scale is rsLoRA's, or published files do not have a
@@ -101,7 +101,7 @@ def config_json(config: LowRankConfig, modules: Iterable[str], *, has_banks: boo
     Args:
         config: config of the method.
         modules: names of adapted modules in published models.
-        has_banks: whether experts are among them; the library supports no dropout for these.
+        has_banks: whether the modules include experts, for which the library supports no dropout.
     """
     return {
         "peft_type": "LORA",
@@ -119,10 +119,10 @@ def config_json(config: LowRankConfig, modules: Iterable[str], *, has_banks: boo
 def exporter(
     layers: Mapping[str, tuple[str, Mapping[str, tuple[str, bool]]]], banks: Mapping[str, tuple[int, str]]
 ) -> Mapper:
-    """Mapper from our names of LoRA tensors to the names in adapter files.
+    """Mapper from d9d's names of LoRA tensors to the names in adapter files.
 
     Args:
-        layers: name of an adapted layer -> name of the module in published models, and its tensors as in
+        layers: for each adapted layer, the name of the module in published models, and its tensors as in
             :attr:`d9d_peft.lora.linear.Adapted.lora_files`.
         banks: result of :func:`experts_of`.
     """
@@ -143,7 +143,7 @@ def check_config(config: LowRankConfig, data: Mapping[str, Any], names: Iterable
 
     Raises:
         CheckpointError: the adapter is not of low rank, has another rank or scale, lacks magnitudes, contradicts its
-            tensors, or has parts that the method lacks.
+            tensors, or has features that the method does not support.
     """
     if data.get("peft_type") != "LORA":
         raise CheckpointError(f"the adapter is of the kind {data.get('peft_type')!r}, but peft is '{config.name}'")

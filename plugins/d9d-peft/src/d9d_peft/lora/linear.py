@@ -22,7 +22,7 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 
 
 class Down(Linear):
-    """First factor of an update, weight [r, I]; initialised as ``torch.nn.Linear``, like the paper's code."""
+    """First factor (A) of an update, weight [r, I]; initialised like ``torch.nn.Linear``, as in the LoRA authors' code."""
 
     def reset_parameters(self) -> None:
         """Draw the weight from U(-1/sqrt(I), 1/sqrt(I))."""
@@ -30,7 +30,7 @@ class Down(Linear):
 
 
 class Up(Linear):
-    """Second factor of an update, weight [O, r]; initialised with zeros, so that the initial model is unchanged."""
+    """Second factor (B) of an update, weight [O, r]; initialised with zeros, so that the initial model is unchanged."""
 
     def reset_parameters(self) -> None:
         """Fill the weight with zeros."""
@@ -40,12 +40,13 @@ class Up(Linear):
 class Adapted:
     """Base mixin of adapted modules of any type.
 
-    All attributes that it adds to a module are named ``lora_...``. Subclasses have ``lora_add(rank)``, which adds the
-    factors on the weight's device and in its dtype, and ``lora_merged(weight)``, the weight with the update added.
+    All attributes that the mixin adds to a module are named ``lora_...``. Subclasses have ``lora_add(rank)``, which adds
+    the factors on the weight's device and in its dtype, and ``lora_merged(weight)``, which returns the weight with the
+    update added.
 
     Attributes:
-        lora_files: name of an added tensor, relative to the module -> name in an adapter file, and whether it is
-            transposed there.
+        lora_files: for each added tensor, by its name within the module, its name in an adapter file and whether the
+            tensor is transposed in the file.
     """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]]
@@ -56,7 +57,7 @@ class Adapted:
     lora_base: type
 
     def layout_dependence(self) -> Sequence[str]:
-        """Dropout, if there is any."""
+        """Describe how dropout, if there is any, depends on the layout."""
         return layout_dependence(self.lora_dropout)
 
 
@@ -76,7 +77,7 @@ class AdaptedLinear(Adapted):
     lora_share: tuple[int, int]
 
     def lora_add(self, rank: int) -> None:
-        """Add both factors."""
+        """Add the factors A and B to the layer."""
         with torch.device(self.weight.device):
             self.lora_A = Down(self.in_features, rank, std=0.0).to(self.weight.dtype)
             self.lora_B = Up(rank, self.out_features, std=0.0).to(self.weight.dtype)
@@ -87,7 +88,7 @@ class AdaptedLinear(Adapted):
         return {LORA_A: "in", LORA_B: "out"}
 
     def share_inputs(self, part: int, parts: int) -> None:
-        """Drop features of one part of the input from now on; see :class:`d9d_core.model.SharesInputs`."""
+        """Apply dropout only to this rank's part of the input features; see :class:`d9d_core.model.SharesInputs`."""
         self.lora_share = part, parts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class AdaptedLinear(Adapted):
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Weight ``W + scale * B A`` [O, I] in the dtype of W; computed in float32 or wider.
 
-    Collective over the ranks that hold shards, if there are any.
+    Collective over the ranks that hold shards, if the weight is sharded.
     """
     a, b = beside(weight, a, b)
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -139,7 +140,7 @@ def adapt(layer: Any, kinds: dict[type, type], how: type[Adapted], *, rank: int,
 
     Args:
         layer: module of a class that ``how`` supports.
-        kinds: adapted classes made so far, by original class; layers must share them to share compiled code.
+        kinds: adapted classes made so far, by original class; layers that share a class can share compiled code.
         how: mixin that computes the output.
         rank: r.
         scale: factor of the update.

@@ -26,13 +26,13 @@ _MERGED: Mapping[str, tuple[str, Callable[[Tensor, Tensor, Tensor, float], Tenso
 
 
 class Term(NamedTuple):
-    """Low-rank update in the tensors of a checkpoint.
+    """Low-rank update, described by the names of its tensors in a checkpoint.
 
     Attributes:
         owner: name of the adapted layer or bank.
-        is_linear: whether that is a linear layer.
+        is_linear: whether the owner is a linear layer.
         weight: name of the weight.
-        factors: names of both factors.
+        factors: names of the factors A and B.
         merged: function of weight, both factors and scale that returns the merged weight.
     """
 
@@ -62,7 +62,7 @@ def fold(weight: str, added: tuple[str, ...], merged: Callable[..., Tensor]) -> 
     """Mapper that replaces a weight and the tensors that a method added to it by the merged weight.
 
     Args:
-        weight: name of the weight, before and afterwards.
+        weight: name of the weight, which the merged weight keeps.
         added: names of the added tensors, which are removed.
         merged: function of the weight and the added tensors, in order, that returns the merged weight.
     """

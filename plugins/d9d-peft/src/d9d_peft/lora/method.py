@@ -53,7 +53,7 @@ class Lora:
         return frozenset(name for name, _ in stage.named_parameters() if name not in own)
 
     def merge(self, stage: nn.Module) -> None:
-        """Add the updates to the weights. Collective over the ranks that share them."""
+        """Add the updates to the weights. Collective over the ranks that share the weights."""
         for _, layer in list(adapted_layers(stage)):
             merge(layer)
         for module in modules_with(stage, HasBanks).values():
@@ -64,7 +64,7 @@ class Lora:
 
     @contextmanager
     def off(self, stage: nn.Module) -> Iterator[None]:
-        """Compute without the updates inside the block; see :class:`d9d_core.peft.SwitchesOff`."""
+        """Compute without the updates inside the ``with`` block; see :class:`d9d_core.peft.SwitchesOff`."""
         terms: list[Any] = [m for m in stage.modules() if is_adapted(m) or isinstance(m, GroupedTerm)]
         before = [term.lora_off for term in terms]
         for term in terms:
@@ -102,7 +102,7 @@ class Lora:
         """Check the config of an adapter to start from.
 
         Raises:
-            CheckpointError: the adapter is of another kind, rank or scale.
+            CheckpointError: the adapter is of another method, rank or scale.
         """
         files.check_config(self._config, config_json, names)
 

@@ -29,9 +29,9 @@ class Site(NamedTuple):
 
     Attributes:
         weight: weight of the module or bank; its last two dims are the matrix.
-        is_linear: whether it is a linear layer.
-        has_term: whether it is adapted already.
-        add: function that adapts it.
+        is_linear: whether the site is a linear layer.
+        has_term: whether the site is adapted already.
+        add: function that adapts the site.
     """
 
     weight: Tensor

@@ -36,7 +36,7 @@ class WordFactor(nn.Module):
 
 
 class FeatureFactor(Linear):
-    """Second factor of an embedding's update, weight [H, r]; initialised like the paper's code."""
+    """Second factor of an embedding's update, weight [H, r]; initialised as in the code of the LoRA authors."""
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, 1)."""
@@ -44,7 +44,7 @@ class FeatureFactor(Linear):
 
 
 class AdaptedEmbedding(Adapted):
-    """Mixin that adds LoRA to an embedding: ``W[token] + scale * B A[token]``. Without dropout."""
+    """Mixin that adds LoRA without dropout to an embedding: ``W[token] + scale * B A[token]``."""
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
         f"{EMBEDDING_A}.weight": (EMBEDDING_A, True),
@@ -55,7 +55,7 @@ class AdaptedEmbedding(Adapted):
     lora_embedding_B: FeatureFactor  # noqa: N815
 
     def lora_add(self, rank: int) -> None:
-        """Add both factors."""
+        """Add the factors A and B to the embedding."""
         words, features = self.weight.shape
         with torch.device(self.weight.device):
             self.lora_embedding_A = WordFactor(words, rank).to(self.weight.dtype)
@@ -78,7 +78,7 @@ class AdaptedHead(Adapted):
     """Mixin that adds LoRA to a :class:`d9d_nn.heads.causal_lm.CausalLMHead` with its own weight.
 
     ``W h + s B A h`` is the product of ``[W, B]`` and ``[h, s A h]``, so the op that computes the loss without logits
-    can be used. It takes a copy of W with r more columns, and another one for the gradient.
+    can be used. The product needs memory for a copy of W with r more columns, and for its gradient.
     """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
@@ -93,7 +93,7 @@ class AdaptedHead(Adapted):
     of_tokens: Callable[[OpSlot, Tensor, Tensor, Tensor], dict[str, Tensor]]
 
     def lora_add(self, rank: int) -> None:
-        """Add both factors, and the slot of the wider product."""
+        """Add the factors A and B, and the op slot for the loss with r more features."""
         words, features = self.weight.shape
         with torch.device(self.weight.device):
             self.lora_head_A = Down(features, rank, std=0.0).to(self.weight.dtype)
@@ -103,7 +103,7 @@ class AdaptedHead(Adapted):
         )
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the head, and of the loss with the update."""
+        """Op slots of the head, and the op slot of the loss with the update."""
         slots: Mapping[str, OpSlot] = super().op_slots()  # type: ignore[misc]
         return {**slots, "lora_cross_entropy": self.lora_cross_entropy}
 

@@ -18,12 +18,12 @@ from d9d_qwen3.moe_config import Qwen3MoeConfig
 
 
 def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]:
-    """Mappers of routers and experts from a model like ``stored`` to a model like ``config``, for all layers.
+    """Mappers of routers and experts, for all layers, from a model with config ``stored`` to a model with ``config``.
 
-    Transformers has no selection bias; it is stored under a name of d9d, which transformers ignores.
+    Transformers has no selection bias; files store the bias under a name of d9d, which transformers ignores.
 
     Raises:
-        CheckpointError: the stored model chose experts with a selection bias, which this model lacks.
+        CheckpointError: the stored model chooses experts by a selection bias, which this model lacks.
     """
     if stored.has_selection_bias and not config.has_selection_bias:
         raise CheckpointError(
@@ -43,9 +43,9 @@ def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]
 
 
 def _experts(config: Qwen3MoeConfig, layer: int) -> Mapper:
-    """Mapper from either file layout to d9d's: ``gate_proj`` and ``up_proj`` [E, H, I], ``down_proj`` [E, I, H].
+    """Mapper from both file layouts to d9d's layout: ``gate_proj`` and ``up_proj`` [E, H, I], ``down_proj`` [E, I, H].
 
-    The inverse writes the layout that ``expert_files`` names.
+    The inverse writes the layout that the config's ``expert_files`` names.
     """
     layouts = {"per_expert": _per_expert(config.num_experts), "fused": _fused()}
     first = layouts.pop(config.expert_files)

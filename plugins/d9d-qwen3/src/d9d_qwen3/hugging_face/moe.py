@@ -48,7 +48,7 @@ class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
         }
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the fields of :meth:`special_json`; absent fields get transformers' defaults."""
+        """Read the fields of :meth:`special_json`; absent fields get the defaults of transformers."""
         return {
             "intermediate_size": data["intermediate_size"],
             "attention_bias": bool(data.get("attention_bias")),
@@ -83,7 +83,7 @@ def _experts(data: Mapping[str, Any]) -> Any:
     if len({data[name] for name in names}) > 1:
         raise CheckpointError(
             f"config.json: num_local_experts is {data['num_local_experts']} and num_experts is {data['num_experts']}; "
-            "they mean the same, remove the wrong one"
+            "both are the number of experts, so remove the wrong field"
         )
     return data[names[0] if names else "num_experts"]
 
@@ -97,7 +97,7 @@ def _dense_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _window(data: Mapping[str, Any]) -> Any:
-    """Window of all layers: transformers 5 supports no per-layer windows for this family."""
+    """Sliding window of all layers; transformers 5 supports no windows of single layers for this family."""
     # The same evaluation as in transformers, its defaults included.
     window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
     if window is not None and data.get("max_window_layers", 0):
