@@ -101,7 +101,7 @@ def test_check_names_the_heads_there_are(heads: dict, head: str | None, text: st
 def test_language_modelling_needs_its_head_too() -> None:
     with pytest.raises(JobError, match="needs a head of kind causal_lm"):
         CausalLM(CausalLMConfig()).check(model(topic=TOPIC), {})
-    with pytest.raises(JobError, match="the model lists no heads, so there is no 'words'"):
+    with pytest.raises(JobError, match="the model lists no heads, so there is no head 'words'"):
         CausalLM(CausalLMConfig(head="words")).check(SimpleNamespace(), {})
 
 

@@ -245,7 +245,7 @@ def test_each_shard_is_written_once_and_ranks_write_about_equally_many_bytes() -
 def test_ranks_that_disagree_about_a_tensor_are_named() -> None:
     one, other = {"a": shards((2,), ((0,), (2,)))}, {"a": shards((3,), ((0,), (3,)))}
     with pytest.raises(
-        CheckpointError, match=r"^tensor 'a' is float32 \[3\] on rank 1 and float32 \[2\] on one before"
+        CheckpointError, match=r"^tensor 'a' is float32 \[3\] on rank 1 and float32 \[2\] on an earlier rank"
     ):
         Owners([signature(one), signature(other)])
 

@@ -206,7 +206,9 @@ def test_saved_datasets_need_a_field_and_a_split(saved: Path, tmp_path: Path, op
     with pytest.raises(DataError, match=r"is not a dataset saved by 'datasets': it has no state\.json"):
         open_stream(f"hf:{tmp_path}", field="text")
     for folder in ("one", "splits"):
-        with pytest.raises(DataError, match=rf"seems to be saved by the library 'datasets'; write 'hf:{saved / folder}'"):
+        with pytest.raises(
+            DataError, match=rf"seems to be saved by the library 'datasets'; write 'hf:{saved / folder}'"
+        ):
             open_stream(saved / folder, field="text")
 
 

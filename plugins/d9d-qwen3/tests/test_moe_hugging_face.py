@@ -405,7 +405,7 @@ def test_fewer_experts_than_stored_are_refused() -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1; .* set it to 0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weights are quantized"),
-        ({"num_experts": 16}, "num_local_experts is 8 and num_experts is 16; .* remove the wrong one"),
+        ({"num_experts": 16}, "num_local_experts is 8 and num_experts is 16; .* remove the wrong field"),
         ({"num_experts": 0, "num_local_experts": 0}, "no qwen3_moe model has these values: num_experts"),
         ({"num_experts_per_tok": 9}, "experts_per_token: .*9 is more than num_experts = 8"),
         ({"mlp_only_layers": [0, 1]}, "dense_layers: .*all 2 layers are dense.* use the model qwen3"),

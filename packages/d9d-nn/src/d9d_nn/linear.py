@@ -57,7 +57,8 @@ class Linear(nn.Linear):
         """Call ``compute`` for the product first, and multiply only if it returns ``None``.
 
         Returns:
-            True; a subclass that multiplies in another precision returns ``False`` and ignores ``compute``."""
+            True; a subclass that multiplies in another precision returns ``False`` and ignores ``compute``.
+        """
         self._lent = compute
         return True
 

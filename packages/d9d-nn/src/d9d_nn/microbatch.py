@@ -27,8 +27,8 @@ def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
         task: name of the task, for messages.
         names: names of the tensors.
 
-        Raises:
-            JobError: the microbatch lacks one of the tensors.
+    Raises:
+        JobError: the microbatch lacks one of the tensors.
     """
     if missing := [name for name in names if name not in microbatch]:
         raise JobError(

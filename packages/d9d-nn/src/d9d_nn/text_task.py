@@ -50,7 +50,7 @@ class TextTask:
         return count_positions(microbatch)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a pipeline stage: tokens go to the first stage; positions, documents and lengths go to every stage."""
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
         return stage_inputs(microbatch, *self.further_inputs)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:

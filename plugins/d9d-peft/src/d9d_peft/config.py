@@ -96,5 +96,5 @@ class StackConfig(PluginConfig):
             raise ValueError("methods has fewer than two entries; write a single method under peft itself")
         for number, method in enumerate(self.methods):
             if getattr(method, "init_from", None) is not None:
-                raise ValueError(f"methods[{number}].init_from: a stack cannot start from adapter files; remove init_from")
+                raise ValueError(f"methods[{number}].init_from: a stack cannot start from adapter files; remove it")
         return self

@@ -61,7 +61,7 @@ class Stack:
         return trained
 
     def start(self, stage: nn.Module) -> None:
-        """Initialise the methods that start from the model's weights. Collective over the ranks that share the weights."""
+        """Start the methods that start from the model's weights. Collective over the ranks that share the weights."""
         for method in self._methods:
             if isinstance(method, StartsFromWeights):
                 method.start(stage)

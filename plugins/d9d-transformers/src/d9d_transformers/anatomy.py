@@ -1,7 +1,8 @@
-"""Calls of a model's modules in one forward on the meta device, from which its costs are computed.
+"""Calls of a model's modules in one forward on the meta device, from which the costs of the model are computed.
 
-The calls say which module reads which tensor, so that costs need no list of models: layers with equal calls have equal
-costs. Modules of unknown kinds are measured: torch counts their FLOPs, and hooks see the tensors that autograd saves.
+The calls record which module reads which tensor, so that costs need no list of models: layers with equal calls have
+equal costs. Modules of unknown kinds are measured: torch counts their FLOPs, and hooks see the tensors that autograd
+saves.
 """
 
 from __future__ import annotations
@@ -87,21 +88,21 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a module. Within a layer, tensors that share memory have one number; a layer's input has number 0.
+    """Call of a module in the forward. Tensors are numbered within a layer, by memory; the layer's input has number 0.
 
     Attributes:
-        path: name of the module within its layer; outside of layers, within the model.
+        path: name of the module within its layer, or within the model if it is outside of layers.
         kind: kind of the module.
-        style: style over ``tp``; ``None`` for a module without parameters in a split part.
+        style: tensor-parallel style; ``None`` for a module without parameters in a split part of a layer.
         rows: rows of the input per position.
         features, outputs: sizes of the last dimension of input and output.
         reads, writes: numbers of the input and of the output.
         parameters: parameters of the module.
         in_part: whether the module belongs to a part of a layer, such as attention, not to the layer itself.
         heads: number of heads of the output, if only whole heads can be split.
-        core: facts about the core, of attention.
-        chosen: number of experts of a token, of experts.
-        measured: measured cost, of other modules.
+        core: facts about the core, if the module is attention.
+        chosen: number of experts of a token, if the module is a module of experts.
+        measured: measured cost, if the module is of another kind.
     """
 
     path: str
@@ -127,8 +128,8 @@ class Anatomy:
     Attributes:
         layers: qualified name of the list of layers.
         kinds: calls of each kind of layer, in order.
-        kind: layer -> index of its kind.
-        kept: bytes per position that a layer of each kind keeps without a compiler, but for its experts.
+        kind: for each layer, the index of its kind in ``kinds``.
+        kept: bytes per position that a layer of each kind keeps without a compiler, without its experts.
         before, after: calls before the layers and after them, without the head.
         head: facts about the head.
         numbers: number of elements of the layers' parameters that one token uses.
@@ -149,7 +150,7 @@ class Anatomy:
 
 
 def anatomy(config: TransformersConfig, width: int) -> Anatomy:
-    """Calls of a model whose activations have a number of bytes per element.
+    """Return the calls of a model, for activations with this number of bytes per element.
 
     Raises:
         D9dError: d9d cannot train the model, or cannot measure a module.
@@ -162,7 +163,7 @@ def anatomy(config: TransformersConfig, width: int) -> Anatomy:
 
 @lru_cache(maxsize=8)  # a plan asks for each of thousands of layouts; kept are numbers, not the model
 def _anatomy(config: str, width: int) -> Anatomy | D9dError:
-    """Calls of a model; or the error, which takes as long to find, so it is kept too."""
+    """Calls of a model, or the error of its examination, which is cached too because it takes as long to find."""
     try:
         with torch.device("meta"):
             model = build(TransformersConfig.model_validate_json(config), Stage())
@@ -172,7 +173,7 @@ def _anatomy(config: str, width: int) -> Anatomy | D9dError:
 
 
 class _Examination:
-    """Forward of a whole model on the meta device, with hooks on the modules that cost something.
+    """Forward of a whole model on the meta device, with hooks on the modules whose calls have a cost.
 
     Args:
         model: all stages of the model.
@@ -188,7 +189,7 @@ class _Examination:
         self._alive: list[Any] = []  # memory of another tensor could get the id of a freed one
 
     def anatomy(self) -> Anatomy:
-        """Run the forward, and sort its calls."""
+        """Run the forward, and return its calls as an :class:`Anatomy`."""
         hooks = [
             module.register_forward_hook(partial(self._note, path), with_kwargs=True)
             for path, module in self._base.named_modules()
@@ -223,7 +224,7 @@ class _Examination:
         )
 
     def _kept(self, layer: str) -> float:
-        """Bytes per position that a layer keeps; attention is a kernel that stores no scores, and experts keep none."""
+        """Bytes per position that a layer keeps for the backward, with fused attention and without its experts."""
         module = self._base.get_submodule(layer)
         stubs: dict[nn.Module, Any] = {}
         for inside in module.modules():
@@ -242,7 +243,7 @@ class _Examination:
         return found.kept + own
 
     def _costs(self, path: str, module: nn.Module) -> bool:
-        """Whether a call of a module is noted: it has parameters, or is attention or a norm without parameters."""
+        """Whether calls of a module are recorded: it has parameters, or is attention or a norm without parameters."""
         if path in self._structure.mixers:
             return True
         if self._in_mixer(path) or isinstance(module, GroupedSwiGLU):
@@ -255,7 +256,7 @@ class _Examination:
         return any(path.startswith(f"{mixer}.") for mixer in self._structure.mixers)
 
     def _scope(self, path: str) -> tuple[str, str]:
-        """Layer of a module, and the module's name within it; outside of layers no layer, and the qualified name."""
+        """Layer of a module and the module's name in it; outside of layers an empty text and the qualified name."""
         inside = path.removeprefix(f"{self._structure.layers}.")
         if inside == path:
             return "", f"{self._model.base_name}.{path}"
@@ -263,7 +264,7 @@ class _Examination:
         return f"{self._structure.layers}.{index}", name
 
     def _part(self, path: str) -> bool:
-        """Whether a module is inside a part of a layer."""
+        """Whether a module is inside a part of a layer, such as attention."""
         layer, name = self._scope(path)
         return bool(layer) and "." in name
 
@@ -274,7 +275,7 @@ class _Examination:
         self._number(layer, _first(args, keywords))
 
     def _number(self, layer: str, tensor: Tensor) -> int:
-        """Number of a tensor within a layer."""
+        """Number of a tensor within a layer; tensors that share memory have the same number."""
         memory = tensor.untyped_storage()
         self._alive.append(memory)
         numbers = self._numbers.setdefault(layer, {})
@@ -339,7 +340,7 @@ class _Examination:
         return "idle" if inside else "other"
 
     def _style(self, path: str) -> TensorStyle | None:
-        """Style of a module, or of the part that contains it; ``None`` without parameters in a split part."""
+        """Tensor-parallel style of a module or of the module around it; ``None`` without a style in a split part."""
         styles, around = self._model.styles, path
         while around:
             if around in styles.model:
@@ -372,7 +373,7 @@ def _first(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:
 
 
 def _parameters(module: nn.Module, *, whole: bool = False) -> tuple[Parameter, ...]:
-    """Parameters of a module, and if ``whole`` of the modules in it."""
+    """Parameters of a module, and with ``whole`` also of the modules inside it."""
     found = []
     for name, parameter in module.named_parameters(recurse=whole):
         owner = module.get_submodule(name.rpartition(".")[0])
@@ -388,7 +389,7 @@ def _parameters(module: nn.Module, *, whole: bool = False) -> tuple[Parameter, .
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that keeps as much as a fused kernel: its inputs, its output and a number per query."""
+    """Attention that keeps as much memory as a fused kernel: its inputs, its output and a number per query."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -402,7 +403,7 @@ class _Attention(torch.autograd.Function):
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """Stand in for an attention core, and keep as much as a fused kernel; only for the meta device."""
+    """Replace an attention core on the meta device, and keep as much memory as a fused kernel."""
     out: Tensor = _Attention.apply(query, key, value)
     return out
 
@@ -412,10 +413,10 @@ def _mixed(tokens: Tensor, *_: Any) -> Tensor:
 
 
 def _measured(path: str, module: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Measured:
-    """Run a module once more, with gradients, and measure it.
+    """Run a module once more, with gradients, and measure its cost.
 
     Raises:
-        BuildError: its forward fails.
+        BuildError: the forward of the module fails.
     """
     given = tuple(_leaf(value) for value in args), {name: _leaf(value) for name, value in keywords.items()}
     # Kept anyway: inputs, some of them shared by all layers, and weights.
@@ -443,7 +444,7 @@ def _measured(path: str, module: nn.Module, args: tuple[Any, ...], keywords: Map
 
 
 def _leaf(value: Any) -> Any:
-    """Argument with a gradient, if it is a tensor of hidden states."""
+    """Copy of an argument that requires a gradient, if the argument is a tensor of hidden states."""
     is_hidden = isinstance(value, Tensor) and value.is_floating_point()
     return torch.empty_like(value).requires_grad_() if is_hidden else value
 
@@ -460,6 +461,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _grouped_flops(left: tuple[int, ...], right: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """FLOPs of products [rows, in] @ [groups, in, out], which torch's counter lacks."""
+    """FLOPs of grouped products [rows, in] @ [groups, in, out], for which torch's counter has no formula."""
     rows, inner = left[-2:]
     return 2 * rows * inner * right[-1]

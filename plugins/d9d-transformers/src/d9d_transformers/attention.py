@@ -1,8 +1,9 @@
 """Attention of transformers' models, computed by d9d's attention cores.
 
-A model of transformers looks its attention up by name, in each call. d9d registers one function: it passes query, key
-and value to the core that was attached to the attention module, so that context parallelism, kernels and documents work
-as in d9d's own models. Masks of transformers are never built; documents are an own keyword of the forward.
+In each call, a model of transformers looks its attention function up by name. d9d registers one function, which passes
+query, key and value to the core that was attached to the attention module, so that context parallelism, kernels and
+documents work as in d9d's own models. Masks of transformers are never built; d9d passes documents by a keyword of its
+own.
 
 Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head.
 """
@@ -52,7 +53,7 @@ class AttentionCall:
         window: number of positions that a query attends to; ``None`` for all.
         softcap: soft cap of the scores; ``None`` for none.
         sinks: whether the softmax has a learned sink for each query head.
-        others: names of keywords with a value that d9d's attention does not compute.
+        others: names of keywords with a value that d9d's attention does not support.
     """
 
     query_heads: int
@@ -76,7 +77,7 @@ class AttentionCall:
         scaling: Any,
         keywords: Mapping[str, Any],
     ) -> AttentionCall:
-        """Read the arguments of a call; the window is the mask's, because plain attention ignores the keyword."""
+        """Read the arguments of a call; the mask states the window, because eager attention ignores the keyword."""
         others = [name for name, given in keywords.items() if given is not None and name not in _KNOWN]
         if not getattr(module, "is_causal", True):  # some models make a causal mask as well, which sdpa ignores
             others.append("is_causal=False")
@@ -100,10 +101,10 @@ class AttentionCall:
         )
 
     def core(self, where: str) -> AttentionCore:
-        """Core that computes these calls.
+        """Make the attention core that computes these calls.
 
         Raises:
-            BuildError: d9d's attention has no such option.
+            BuildError: the calls use an option that d9d's attention does not support.
         """
         if self.others:
             raise BuildError(
@@ -120,7 +121,7 @@ class AttentionCall:
 
 
 def register() -> None:
-    """Make d9d's attention known to transformers, and the ones that record calls; idempotent."""
+    """Register d9d's attention functions in transformers, including the functions that record calls; idempotent."""
     transformers = library()
     transformers.AttentionInterface.register(ATTENTION, attend)
     transformers.AttentionInterface.register(EXAMINED, record)
@@ -140,7 +141,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute attention by the module's core, in the signature of transformers.
 
-    The core has heads of one size: features that a query and key, or a value, lack are zeros, which add nothing.
+    The core has heads of one size: shorter queries and keys, or values, are padded with zeros, which change no result.
 
     Args:
         module: attention module with a core in ``d9d_core``.
@@ -150,7 +151,7 @@ def attend(
         attention_mask: ``None``, because no mask function is registered for this attention.
         scaling: factor of the scores; ``None`` for D ** -0.5.
         dropout: zero.
-        keywords: documents, and keywords that were checked when the core was made.
+        keywords: ``documents``, and keywords that were checked when the core was made.
 
     Returns:
         [B, S, N, E], and no attention weights.
@@ -188,7 +189,7 @@ def record(
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Record a call of attention on the meta device, in a dict that stands in place of documents.
+    """Record a call of attention on the meta device, in a dict that is passed in place of ``documents``.
 
     Args:
         module: attention module.
@@ -198,13 +199,13 @@ def record(
         attention_mask: result of :func:`mask_on_meta`, or ``None`` without masks.
         scaling: factor of the scores; ``None`` for D ** -0.5.
         dropout: zero.
-        keywords: the dict, attention module -> :class:`AttentionCall`, and keywords of the model.
+        keywords: the dict from attention modules to :class:`AttentionCall`, and keywords of the model.
 
     Returns:
         Tensor of the attention's shape, [B, S, N, E], and no attention weights.
 
     Raises:
-        ValueError: the model passes no keywords on, or uses dropout.
+        ValueError: the model does not pass keywords to its attention, or uses dropout.
     """
     if dropout:
         text = f"attention dropout of {dropout}, which d9d's attention does not have"
@@ -218,10 +219,10 @@ def record(
 
 
 def mask_on_meta(*, mask_function: Callable[..., Any], q_length: int, kv_length: int, **_: Any) -> Tensor:
-    """Mask without values, marked with the window that a model's mask function computes.
+    """Mask on the meta device, with an attribute for the window that a model's mask function computes.
 
     Args:
-        mask_function: whether a query sees a key, by indices of sample, head, query and key.
+        mask_function: function that returns whether a query sees a key, from indices of sample, head, query and key.
         q_length: number of queries.
         kv_length: number of keys.
     """
@@ -231,7 +232,7 @@ def mask_on_meta(*, mask_function: Callable[..., Any], q_length: int, kv_length:
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | str | None:
-    """Window of a causal mask function; ``None`` without a window; for another function, a clause that says why."""
+    """Window of a causal mask function; ``None`` without a window; for other functions, a text with the reason."""
     found = set()
     for query in _FAR:
         keys = torch.arange(query + _LATER, device="cpu")

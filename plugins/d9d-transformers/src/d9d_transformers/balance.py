@@ -23,9 +23,10 @@ from d9d_transformers.routers import RouterFacts, scores_of
 
 
 class Balance(BalancedRouter):
-    """Balance of the experts of one layer, whose router stays transformers' own.
+    """Balance of the experts of one layer, whose router is the router of transformers.
 
-    The scores of all experts are computed again from the hidden states and the router's matrix, with gradients to both.
+    The scores of all experts are computed again from the hidden states and the router's matrix, with gradients to the
+    hidden states and the matrix.
     The selection bias is transformers' own buffer, in float32.
 
     Args:
@@ -37,7 +38,7 @@ class Balance(BalancedRouter):
 
     Attributes:
         samples: B of the microbatch; set by the model before its layers run, like ``padding``.
-        padding: bool [T], padded positions, which are not counted, of all ranks of ``tp``; ``None`` if there are none.
+        padding: bool [T], padded positions of all ranks of ``tp``, which are not counted; ``None`` without padding.
 
     Raises:
         BuildError: two balancers add the same term, or the router has no selection bias to update.
@@ -81,11 +82,11 @@ class Balance(BalancedRouter):
         self.reset_buffers()
 
     def see_sequence(self, share: SequenceShare) -> None:
-        """Get a share of the positions; losses and tallies are computed for all positions on every rank of ``tp``."""
+        """Get only this rank's positions under ``tp``; every rank computes losses and tallies of all positions."""
         self._share = share
 
     def see_context(self, share: ContextShare) -> None:
-        """Get a share of the positions; losses cover all positions, tallies this rank's share."""
+        """Get only this rank's positions under ``cp``; losses cover all positions, tallies only this rank's."""
         self._context = share
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:
@@ -96,16 +97,16 @@ class Balance(BalancedRouter):
         ]
 
     def context_collectives(self, step: StepShape) -> Sequence[ContextCall]:
-        """Collectives of losses over samples whose positions are split over ``cp``; none without losses."""
+        """Collectives of losses over samples whose positions are split over ``cp``; no collectives without losses."""
         return self.collectives_everywhere(step, self._context, self.chosen)
 
     def adapts_to(self) -> Sequence[str]:
-        """Tally of the rows of each expert, if a balancer updates the bias."""
+        """Names of the tallies that :meth:`adapt` needs: the rows of each expert, if a balancer updates the bias."""
         return ("expert_tokens",) if self._moves is not None else ()
 
     @torch.no_grad()
     def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
-        """Update the bias from the rows of the whole step, if a balancer does so; does not synchronise."""
+        """Update the selection bias from the rows of the whole step, if a balancer does; the host does not wait."""
         if self._moves is not None:
             bias = self._owner[0].get_buffer(self._bias)
             moved = self._moves.moved(bias.flatten(), tallies["expert_tokens"]).view_as(bias)
@@ -119,7 +120,7 @@ class Balance(BalancedRouter):
         Args:
             hidden: [T, H], input of the router.
             indices: int64 [T, k], experts of each token.
-            weights: [T, k], factors of their outputs.
+            weights: [T, k], factors of the experts' outputs.
 
         Returns:
             The weights [T, k].

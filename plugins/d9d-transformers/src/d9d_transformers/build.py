@@ -26,7 +26,7 @@ _RANDOM = ("dropout", "pdrop", "jitter")
 
 
 def build(config: TransformersConfig, stage: Stage) -> TransformersModel:
-    """Build a stage, under the meta device.
+    """Build a pipeline stage on the meta device.
 
     Raises:
         BuildError: transformers has no such model, or d9d cannot train it.
@@ -75,7 +75,7 @@ def _check_fields(known: Any) -> None:
 
 
 def _rope_types(value: Any) -> Iterator[Any]:
-    """Types of rotary positions in a mapping, which may have one mapping for each type of layer."""
+    """Types of rotary positions in ``rope_parameters``, which may contain one mapping for each type of layer."""
     if isinstance(value, Mapping):
         yield value.get("rope_type")
         for inner in value.values():

@@ -134,7 +134,7 @@ def tiny() -> TransformersConfig:
 
 
 def example(model_type: str) -> TransformersConfig:
-    """Small config of a type, with a size for each field of a size, and without dropout.
+    """Small config of a model type, with small values for all size fields, and without dropout.
 
     Raises:
         CheckpointError: transformers has no such type, or refuses the config.
@@ -158,7 +158,7 @@ def example(model_type: str) -> TransformersConfig:
 
 
 def _kept(entries: Sequence[object], count: int) -> list[int]:
-    """Indices of entries that are kept: the first of each kind, and then the first ones."""
+    """Indices of the list entries to keep: the first entry of each kind, and then entries from the beginning."""
     firsts = [index for index, entry in enumerate(entries) if entry not in entries[:index]][:count]
     others = [index for index in range(len(entries)) if index not in firsts]
     return sorted([*firsts, *others[: count - len(firsts)]])

@@ -1,7 +1,8 @@
-"""Language models inside larger models, such as ones of images and text, which d9d trains alone.
+"""Language models inside larger models, such as models of images and text; d9d trains only the language model.
 
 A larger model may compute text in another way than its language model does: without the factor of the logits, or with
-attention to later tokens of a prompt. Both are compared on the meta device, and such models are refused.
+attention to later tokens of a prompt. The larger model and its language model are compared on the meta device, and such
+larger models are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def check_container(model_type: str, native: Any) -> None:
 
 
 def name_inside(model_type: str, native: Any) -> str:
-    """Name that the model without its head has inside a larger model of this type."""
+    """Name of the language model's base (the model without its head) inside a larger model of this type."""
     whole = _whole(model_type, native)
     decoder = whole.get_decoder()
     names = {module: path for path, module in whole.named_modules()}

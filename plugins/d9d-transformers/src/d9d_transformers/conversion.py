@@ -1,7 +1,8 @@
 """Mappers between the tensors in files of transformers and the tensors of its models in memory.
 
-Most tensors have one name. For the others, transformers has a list of conversions by type of model, which is translated
-here operation by operation; each is linear, so that any layout reads only its own bytes.
+Most tensors have the same name in both. For other tensors, transformers has a list of conversions for each type of
+model. This module translates the operations of the list to mappers; each operation moves elements only, so that a rank
+reads only the bytes of its own shards.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ _ANY = ("",)
 
 @dataclass
 class _Correspondence:
-    """Mappers from files to memory, in steps, and names.
+    """Correspondence of the tensors in files to d9d's tensors: mappers in four steps, and names.
 
     Attributes:
         first: mappers from files to transformers' tensors in memory, or to their parts.
         second: mappers from parts to transformers' tensors.
         third: mappers from transformers' tensors of experts to gate, up and down projections.
-        fourth: mappers from these to d9d's banks.
+        fourth: mappers from these projections to d9d's banks of experts.
         base: name of the model without its head.
         head: name of the head.
         tied: name of the head's weight and of the embedding's, if they are tied.
-        prefixes: mappers from names in files of larger models, which contain this one.
+        prefixes: mappers from names in files of larger models that contain this model.
         ignored: regular expressions of names in files that the model does not use.
         known: names of transformers' tensors in memory.
     """
@@ -71,7 +72,7 @@ class _Correspondence:
         return mapper
 
     def add_banks(self, experts: str) -> None:
-        """Split and transpose the tensors of an expert module into banks."""
+        """Add mappers that split and transpose the tensors of an expert module into banks."""
         halves = f"{experts}.gate", f"{experts}.up"
         self.third.append(Chunk(f"{experts}.{GATE_UP}", halves, dim=1))
         banks = dict(zip((*halves, f"{experts}.{DOWN}"), ("gate_proj", "up_proj", "down_proj"), strict=True))
@@ -110,7 +111,7 @@ def exporter(config: TransformersConfig) -> Mapper:
 
 
 def adapter_names(config: TransformersConfig) -> Mapper:
-    """Mapper from the model to names of adapters: names of the larger model, if there is one, else names in files."""
+    """Mapper from the model's names to names of adapters: names in the larger model, if there is one, else in files."""
     if config.container is None:
         return exporter(config)
     register()
@@ -150,7 +151,7 @@ def _correspondence(config: TransformersConfig) -> _Correspondence:
 
 
 def _from_container(found: _Correspondence) -> list[Mapper]:
-    """Mappers from the names that a larger model, such as one of images and text, gives to its language model."""
+    """Mappers from the names that a larger model, such as a model of images and text, gives to its language model."""
     head = Rename(f"{_HEAD_INSIDE}.{found.head}.weight", f"{found.head}.weight", optional=True)
     return [*(Rename(f"{outer}.{{rest*}}", f"{found.base}.{{rest*}}", optional=True) for outer in _INSIDE), head]
 
@@ -177,7 +178,7 @@ def _add(
 def _merged(
     found: _Correspondence, name: str, shape: Sequence[int], sources: Sequence[str], operations: Sequence[Any]
 ) -> Iterator[Mapper]:
-    """Mappers from files, up to one concatenation, which is added to the second step."""
+    """Yield the mappers of the first step for a merged tensor; a concatenation after stacking joins the second step."""
     kinds = [type(operation).__name__ for operation in operations]
     dims: list[Any] = [getattr(operation, "dim", None) for operation in operations]
     if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]) or (
@@ -198,7 +199,7 @@ def _merged(
 
 
 def _stored(name: str, renaming: Sequence[Any]) -> str:
-    """Name in files of a name in memory, by renamings in reverse order."""
+    """Name in files of a tensor, from its name in memory by the renamings in reverse order."""
     for transform in reversed(renaming):
         for source, target in zip(transform.source_patterns, transform.target_patterns, strict=True):
             name = name.replace(_plain(target), _plain(source))
@@ -209,7 +210,7 @@ def _plain(pattern: str) -> str:
     """Text of a pattern without special characters other than the index.
 
     Raises:
-        CheckpointError: it has others.
+        CheckpointError: the pattern has other special characters.
     """
     text = pattern.replace("\\.", ".").removeprefix("^").removesuffix("$")
     if re.search(r"[\\()\[\]+?|{}^$]", text):

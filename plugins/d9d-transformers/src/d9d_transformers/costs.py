@@ -1,6 +1,6 @@
 """Costs of models of transformers, from the calls of their modules, not from a list of models.
 
-Traffic and kept bytes are the ones of fused code, as in :mod:`d9d_nn.costs`.
+Traffic and kept bytes are computed for fused code, as in :mod:`d9d_nn.costs`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CUTS = {TensorStyle.COLUMN: 0, TensorStyle.ROW: 1, TensorStyle.VOCAB: 0}
 
 
 def stage_cost(config: TransformersConfig, stage: Stage, share: Share) -> StageCost:
-    """Cost of a stage.
+    """Cost of a pipeline stage of a model of transformers.
 
     Raises:
         BuildError: d9d cannot train the model, or the ranks cannot share the stage.
@@ -50,7 +50,7 @@ def _check(model: Anatomy, share: Share) -> None:
     """Check that the ranks can share the model.
 
     Raises:
-        BuildError: they cannot.
+        BuildError: the ranks cannot share the model.
     """
     tp, cp, ep = share.tensor, share.context, share.experts
     if share.length % (tp * cp):
@@ -73,7 +73,7 @@ def _check_split(call: Call, tp: int) -> None:
     """Check that ``tp`` divides the heads or features of a module.
 
     Raises:
-        BuildError: it does not.
+        BuildError: ``tp`` does not divide them.
     """
     if call.core is not None and call.style is None:
         heads, pairs = call.core.query_heads, call.core.key_value_heads
@@ -87,7 +87,7 @@ def _check_split(call: Call, tp: int) -> None:
 
 
 def _is_repeated(call: Call, tp: int) -> bool:
-    """Whether every rank holds the whole weight, and computes one of its heads."""
+    """Whether every rank holds the whole weight of a module, and computes one of its heads."""
     return call.heads is not None and call.heads < tp
 
 
@@ -117,7 +117,7 @@ def _layer(model: Anatomy, kind: int, share: Share) -> BlockCost:
 
 
 def _unfused(model: Anatomy, kind: int, share: Share) -> Iterator[OpCost]:
-    """Tensors between the small kernels of transformers' norms and rotations, which exist without a compiler only."""
+    """Cost of the tensors between the small kernels of transformers' norms and rotations; compiled code has none."""
     if share.compiled:
         return
     whole = replace(share, tensor=1, context=1, experts=1)
@@ -179,7 +179,10 @@ def _exchanges(calls: Sequence[Call], features: int, share: Share) -> tuple[tupl
 
 
 def _site(call: Call) -> str | None:
-    """Module that exchanges hidden states over ``tp`` for a call: one for all column-wise, or gathered, calls."""
+    """Name of the module that exchanges hidden states over ``tp`` for a call.
+
+    The column-wise calls of a module share one exchange, and so do the gathered calls of a part of a layer.
+    """
     if call.style is TensorStyle.COLUMN:
         return call.path.rpartition(".")[0]
     if call.style is TensorStyle.GATHERED:
@@ -203,7 +206,7 @@ class _Ops:
     Attributes:
         ops: the ops.
         workspace: bytes at the peak of a feed-forward layer's backward, without hidden states.
-        numbers, expert_numbers: numbers of parameters, and of experts' parameters.
+        numbers, expert_numbers: numbers of elements of parameters, and of experts' parameters.
         kept_by_experts: bytes that experts keep.
     """
 
@@ -243,13 +246,13 @@ class _Ops:
         return self._share.tokens / (self._share.tensor if call.style is TensorStyle.SEQUENCE else 1)
 
     def _keeps(self, call: Call) -> bool:
-        """Whether a call keeps its input: true once for each tensor."""
+        """Whether a call keeps its input for the backward: true only for the first call that reads a tensor."""
         first = call.reads not in self._kept
         self._kept.add(call.reads)
         return first
 
     def _linear(self, group: Sequence[Call]) -> None:
-        """Linear layers with one input; before them, the activation that makes it from the last ones' outputs."""
+        """Add linear layers that share an input, and before them the activation that makes this input."""
         call, tp, width = group[0], self._share.tensor, self._share.width
         rows = self._tokens(call) * call.rows
         features = call.features // tp if call.style is TensorStyle.ROW else call.features
@@ -271,7 +274,7 @@ class _Ops:
         )
 
     def _activation(self, rows: float, inside: int) -> None:
-        """Activation between linear layers; gated if it reads twice the features that it makes."""
+        """Add an activation between linear layers; it is gated if it reads twice as many features as it writes."""
         width, compiled, read = self._share.width, self._share.compiled, self._pending
         self.workspace = max(self.workspace, width * rows * read)
         if read >= 2 * inside:
@@ -282,7 +285,7 @@ class _Ops:
         self.ops.append(OpCost("activation", "memory", traffic=2 * size, backward_traffic=4 * size, kept=size + extra))
 
     def _norm(self, call: Call) -> None:
-        """Norm: of hidden states, with the residual addition before it; or of other features, such as heads."""
+        """Add a norm of hidden states with the residual addition before it, or of other features, such as heads."""
         rows, width, weights = self._tokens(call) * self._rows(call), self._share.width, self._weights(call)
         self._kept.add(call.reads)
         name = call.path.rpartition(".")[2]
@@ -298,7 +301,7 @@ class _Ops:
         return max(call.rows / self._share.tensor, 1.0) if call.style is TensorStyle.PARTIAL else call.rows
 
     def _attention(self, call: Call) -> None:
-        """Attention, and before it the rotation, unless it is fused with norms of queries and keys."""
+        """Add attention and, unless norms of queries and keys include it, the rotation before it."""
         core, width, rows = call.core, self._share.width, self._tokens(call)
         assert core is not None
         split = self._share.tensor if call.style is None else 1
@@ -314,7 +317,7 @@ class _Ops:
         self._pending = self._normed = 0.0
 
     def _experts(self, call: Call) -> None:
-        """Experts, and the copies of tokens to their rows."""
+        """Add experts, and the copies of tokens to the rows of experts."""
         share, width, hidden = self._share, self._share.width, call.features
         own, count, inside = self._tokens(call), _experts(call), call.parameters[0].shape[2]
         rows, sent = own * call.chosen, _dispatch(call, share)
@@ -334,7 +337,7 @@ class _Ops:
         self.workspace = max(self.workspace, 2 * width * rows * (hidden + inside) + sent.workspace)
 
     def _other(self, call: Call) -> None:
-        """Module of another kind, as measured."""
+        """Add a module of another kind, with its measured cost."""
         rows, width, found = self._tokens(call), self._share.width, call.measured
         weights = self._weights(call)
         # Weights of convolutions have three dimensions too, next to linear layers.
@@ -360,7 +363,7 @@ class _Ops:
         )
 
     def _weights(self, call: Call) -> tuple[Weight, ...]:
-        """Parameters of a module on this rank, which are counted."""
+        """Weights of a module on this rank; also adds them to the numbers of parameters."""
         found = []
         for parameter in call.parameters:
             shape, cut = list(parameter.shape), self._cut(call, parameter.shape)
@@ -377,13 +380,13 @@ class _Ops:
         return tuple(found)
 
     def _cut(self, call: Call, shape: tuple[int, ...]) -> int | None:
-        """Dimension that ``tp`` splits; the bias of a row-wise layer is whole on every rank."""
+        """Dimension of a parameter that ``tp`` splits; the bias of a row-wise layer is replicated."""
         cut = _CUTS.get(call.style) if call.style is not None else None
         return None if cut is None or cut >= len(shape) or _is_repeated(call, self._share.tensor) else cut
 
 
 def _grouped(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
-    """Calls in order; linear layers with one input together, because fused code reads it once."""
+    """Group calls in order: linear layers with the same input together, because fused code reads the input once."""
     groups: dict[tuple[int, TensorStyle | None], list[Call]] = {}
     for call in calls:
         if call.kind == "linear":

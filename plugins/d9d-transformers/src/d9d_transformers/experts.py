@@ -31,7 +31,7 @@ BANK = "bank"
 
 
 class RoutedExperts(nn.Module):
-    """Experts of a layer, with the arguments of transformers' module; routers of transformers choose the experts.
+    """Experts of a layer, called with the arguments of transformers' module; a router of transformers chooses experts.
 
     Args:
         hidden_size: H.
@@ -40,8 +40,8 @@ class RoutedExperts(nn.Module):
         std: initial standard deviation of all projections.
 
     Attributes:
-        dispatcher: sends tokens to experts; replaced by expert parallelism.
-        chosen: k, known after a call on the meta device.
+        dispatcher: dispatcher that sends tokens to experts; expert parallelism replaces it.
+        chosen: k, which a call on the meta device sets.
         balance: balance of the experts; ``None`` without balancing.
     """
 
@@ -62,7 +62,7 @@ class RoutedExperts(nn.Module):
         return sum(bank[0].numel() for bank in self.bank.parameters()) * (self.num_experts - self.chosen)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the dispatcher, if it has any; the bank declares its own."""
+        """Op slots of the dispatcher, if it has any; the bank declares its own op slots."""
         slots = self.dispatcher.op_slots() if isinstance(self.dispatcher, HasOps) else {}
         return {f"dispatcher.{name}": slot for name, slot in slots.items()}
 
@@ -72,7 +72,7 @@ class RoutedExperts(nn.Module):
         Args:
             hidden_states: [T, H].
             top_k_index: int64 [T, k], experts of each token.
-            top_k_weights: [T, k], factors of their outputs.
+            top_k_weights: [T, k], factors of the experts' outputs.
         """
         if hidden_states.is_meta and not torch.is_grad_enabled():  # while a model is examined: counts have no values
             self.chosen = top_k_index.shape[1]
@@ -94,7 +94,7 @@ class RoutedExperts(nn.Module):
 
 
 def replace_experts(base: nn.Module, std: float) -> list[str]:
-    """Replace expert modules that compute SwiGLU, in place; others stay as they are. Returns names of replaced ones.
+    """Replace expert modules that compute SwiGLU, in place. Returns the names of the replaced modules.
 
     Args:
         base: model without its head, on the meta device.

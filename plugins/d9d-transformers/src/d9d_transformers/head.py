@@ -45,7 +45,7 @@ class Head:
 
     @classmethod
     def of(cls, native: Any) -> Head:
-        """Examine a language model; none of its weights is read.
+        """Find the facts about the head of a language model, without reading weights.
 
         Raises:
             BuildError: the head is no linear layer without bias, a weight is tied to something other than the head, or
@@ -75,7 +75,7 @@ class Head:
 
 
 class _Outputs(dict[str, Tensor]):
-    """Outputs of a model without its head: hidden states, and nothing else that a head may read."""
+    """Outputs of a model without its head, which contain only hidden states."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name.startswith("__"):
@@ -87,7 +87,10 @@ class _Outputs(dict[str, Tensor]):
 
 
 class _Given(nn.Module):
-    """Returns a stored value, and keeps its first argument; has the numbers of the module that it replaces."""
+    """Stand-in for a module, which returns a stored value and keeps its first argument.
+
+    It copies the attributes that are numbers from the module that it replaces.
+    """
 
     def __init__(self, value: Any, replaced: nn.Module, weight: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class _Given(nn.Module):
 
 
 def measured(native: Any, name: str, output: nn.Linear) -> dict[str, Any]:
-    """Factor and soft cap: the model gets random hidden states, and its head returns random logits.
+    """Measure factor and soft cap of a head by a forward with random hidden states and random logits.
 
     Raises:
         BuildError: the model does more to hidden states or logits than to multiply them by a number.
@@ -137,7 +140,7 @@ def measured(native: Any, name: str, output: nn.Linear) -> dict[str, Any]:
 
 
 def _ratio(found: Tensor | None, given: Tensor) -> float | None:
-    """Constant factor between two tensors; ``None`` if there is none."""
+    """Constant factor between two tensors; ``None`` if no number is a factor of all elements."""
     if found is None or found.shape != given.shape:
         return None
     ratio = (found.flatten() @ given.flatten() / given.square().sum()).item()

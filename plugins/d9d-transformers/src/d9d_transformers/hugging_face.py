@@ -1,4 +1,4 @@
-"""Hugging Face format of transformers' models: tensors keep their names, up to conversions of transformers itself."""
+"""Hugging Face format of transformers' models: tensors keep their names, except for transformers' own conversions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TransformersFormat:
         return {}
 
     def config_from_json(self, data: Mapping[str, Any]) -> TransformersConfig:
-        """Config with all fields of a ``config.json``, but the ones about files and programs.
+        """Config with all fields of a ``config.json`` except the fields about files and programs.
 
         Raises:
             CheckpointError: the file describes no decoder that could be trained.
@@ -75,7 +75,7 @@ class TransformersFormat:
         return example(model_type)
 
     def adapter_names(self, config: TransformersConfig) -> Mapper:
-        """Mapper from the model's names to the names in the model that transformers builds for the base's directory."""
+        """Mapper from the model's names to the names in the model that transformers builds for the base directory."""
         from d9d_transformers.conversion import adapter_names
 
         return adapter_names(config)

@@ -1,4 +1,4 @@
-"""Access to transformers: configs, models on the meta device, and differences between releases, in this file only."""
+"""Access to transformers: configs and models on the meta device; only this module handles differences of releases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def library() -> Any:
     """Import transformers.
 
     Raises:
-        BuildError: it cannot be imported.
+        BuildError: transformers cannot be imported.
     """
     try:
         import transformers
@@ -124,7 +124,7 @@ def language_fields(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _numbers(value: Any) -> Any:
-    """JSON value with the numbers that JSON lacks, which transformers writes as objects."""
+    """Convert objects that transformers writes for infinity and NaN, which JSON lacks, to numbers."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -151,7 +151,7 @@ def native_model(config: Any, attention: str = ATTENTION) -> Any:
 
 
 def container_model(config: Any) -> Any:
-    """Model of transformers that contains a language model and other parts, such as one of images and text.
+    """Model of transformers that contains a language model and other parts, such as a model of images and text.
 
     Args:
         config: config object of transformers.
@@ -178,7 +178,7 @@ def _built(kind: Any, config: Any, attention: str) -> Any:
 
 
 def base_of(model: Any) -> tuple[str, nn.Module]:
-    """Name and module of the part of a language model that returns hidden states.
+    """Name and module of the base of a language model, which returns hidden states.
 
     Raises:
         BuildError: the model has no such module.

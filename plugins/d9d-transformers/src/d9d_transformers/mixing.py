@@ -1,9 +1,9 @@
 """Token mixers of a model of transformers other than attention, found by perturbation, not by a list of models.
 
-Attention keeps documents of a sample apart, and works on shares of positions, because d9d computes it. A recurrent or
-convolutional module does neither. Such a module is found in a small model with the same kinds of layers, whose
-attention returns the value of each position: if the input of a layer changes at one position, a module whose output
-changes at another one mixes tokens.
+d9d computes attention, and therefore keeps the documents of a sample apart and supports positions that are split over
+ranks. A recurrent or convolutional module of transformers supports neither. Such a module is found in a small model
+with the same kinds of layers, whose attention returns the value of each position: if the input of a layer changes at
+one position, a module whose output changes at another position mixes tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGEST = 100_000_000
 
 
 def parts_of(config: TransformersConfig) -> Parts:
-    """Find facts about the classes of a model by a small one.
+    """Find facts about the classes of a model's modules by runs of a small model.
 
     Raises:
         BuildError: the small model cannot be built or run, or a token changes results at earlier positions.
@@ -64,7 +64,10 @@ def _parts_of(config: str) -> Parts:
 
 
 def _constants(base: nn.Module) -> dict[tuple[str, str], float]:
-    """Class and name of a parameter or buffer -> its number, if it has one in all modules of the class."""
+    """Parameters and buffers that have the same number in all elements and modules of a class.
+
+    Maps class and name of a tensor to this number.
+    """
     found: dict[tuple[str, str], set[float]] = {}
     for module in base.modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -80,12 +83,12 @@ def own_value(
     attention_mask: Tensor | None = None,  # noqa: ARG001
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Stand in for attention with the value of each position: [B, K, S, E] -> [B, S, N, E]."""
+    """Attention function that returns the value of each position: maps [B, K, S, E] to [B, S, N, E]."""
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
 def _small(config: TransformersConfig) -> Any:
-    """Model without its head, in float32 on the CPU."""
+    """Build a small model without its head, in float32 on the CPU."""
     sizes = config.sizes()
     small = {name: min(size, TINY[name]) for name, size in sizes.items()}
     config = config.resized(small | {name: min(sizes[name], _LAYERS) for name in sizes if name == "num_hidden_layers"})
@@ -102,7 +105,7 @@ def _small(config: TransformersConfig) -> Any:
 
 
 def _changed(hidden: Tensor) -> Tensor:
-    """Hidden states [1, S, H] with others at one position."""
+    """Copy of hidden states [1, S, H] with another value at one position."""
     changed = hidden.clone()
     changed[:, _CHANGED] = torch.randn_like(changed[:, _CHANGED]) * hidden.std()
     return changed
@@ -111,12 +114,12 @@ def _changed(hidden: Tensor) -> Tensor:
 def _outputs(
     base: Any, layers: nn.ModuleList, given: dict[nn.Module, Tensor]
 ) -> tuple[dict[str, Tensor], dict[nn.Module, Tensor]]:
-    """Outputs [1, S, H] of all modules by name, in the order in which they end, and inputs of layers.
+    """Run a model; return outputs [1, S, H] of all modules by name, in the order in which they end, and layer inputs.
 
     Args:
         base: model without its head.
-        layers: its layers.
-        given: layer -> hidden states that replace its input.
+        layers: names of the layers.
+        given: hidden states that replace the input of a layer, by layer.
     """
     found: dict[str, Tensor] = {}
     inputs: dict[nn.Module, Tensor] = {}

@@ -31,10 +31,10 @@ from d9d_transformers.tensor_styles import attach_styles, check_splittable, styl
 
 
 class TransformersModel(nn.Module):
-    """Decoder language model of transformers: its own modules and parameter names, with d9d's attention and head.
+    """Decoder language model with modules and parameter names of transformers, and with d9d's attention and head.
 
-    Parameters have the names that they have in transformers, with the index of a layer in the whole model. Layers of
-    other stages are replaced by modules that do nothing, because models choose masks and rotations by the index.
+    Parameter names have the index of a layer in the whole model. Layers of other stages are replaced by modules that do
+    nothing, because models choose masks and rotations by the index of a layer.
 
     Args:
         native: language model of transformers, on the meta device.
@@ -46,7 +46,7 @@ class TransformersModel(nn.Module):
         base_name: name of the part without the head.
         head_facts: facts about the head.
         structure: parts of the model without its head, of all stages.
-        styles: their styles over ``tp``.
+        styles: tensor-parallel styles of these parts.
         layer_numbers: number of elements of the parameters of all stages' layers that one token uses.
         layer_indices: layers of the stage.
 
@@ -102,7 +102,7 @@ class TransformersModel(nn.Module):
         return {name: self.get_submodule(name) for name in cores}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the modules outside of split ones, and of the head, which splits the vocabulary.
+        """Tensor-parallel styles of the modules outside of split parts, and of the head, which splits the vocabulary.
 
         Raises:
             BuildError: the model cannot be split.
@@ -119,7 +119,7 @@ class TransformersModel(nn.Module):
         self._sequence_ranks = ranks
 
     def split_context(self, share: ContextShare) -> None:
-        """Expect a rank's own positions from now on; ``documents`` still cover all positions.
+        """Expect only this rank's positions from now on; ``documents`` still cover all positions.
 
         Raises:
             BuildError: a module other than attention mixes tokens.
@@ -152,7 +152,7 @@ class TransformersModel(nn.Module):
 
         Args:
             tokens: int64 [B, S], for the first stage.
-            hidden: [B, S, H], for later stages: returned by the previous one.
+            hidden: [B, S, H], for later stages: returned by the previous stage.
             positions: int64 [B, S], position inside the document; counted from the sample's start if ``None``.
             documents: int64 [B, S]; tokens attend only within their own document. ``None`` if a sample is one document.
                 With other token mixers than attention and ``lengths``, a sample must be one document and padding.
@@ -164,8 +164,8 @@ class TransformersModel(nn.Module):
             targets, else ``{"logits": [B, S, V]}``.
 
         Raises:
-            ValueError: the first stage got no tokens, a later one no hidden states, a model with other token mixers
-                than attention got documents, or a stage with balanced experts got padded samples.
+            ValueError: the first stage got no tokens, a later stage got no hidden states, a model with other token
+                mixers than attention got documents, or a stage with balanced experts got padded samples.
         """
         if documents is not None and (mixers := self.token_mixers()):
             if lengths is None:
@@ -202,10 +202,10 @@ class TransformersModel(nn.Module):
         return loss
 
     def _padding(self, lengths: Tensor | None, length: int) -> Tensor | None:
-        """Mask bool [T] of padded positions of this rank, for balanced experts; ``None`` if there are none.
+        """Mask bool [T] of padded positions of this rank, for balanced experts; ``None`` if there is no padding.
 
         Raises:
-            ValueError: the model is a stage of several, where recomputed blocks would see another microbatch's mask.
+            ValueError: there are several stages, in which recomputed blocks would use the mask of another microbatch.
         """
         if lengths is None or not self._balances:
             return None
@@ -219,16 +219,16 @@ class TransformersModel(nn.Module):
 
 
 class _Initialisation:
-    """Initialises a module's own parameters and buffers by the rules of its model.
+    """Initialisation of a module's own parameters and buffers by the rules of its model.
 
-    As in transformers, the rule of the containing module comes after the module's own: some give a projection another
-    start, or are the only rule of a router.
+    As in transformers, the rule of the containing module comes after the module's own rule. The rule of a containing
+    module may initialise a projection in another way, or be the only rule for a router.
 
     Args:
         base: model without its head.
         module: the module.
         parent: module of the same layer that contains it; ``None`` if there is none.
-        constants: class and name of a tensor -> its number, if no rule initialises it.
+        constants: numbers of tensors that no rule initialises, by class of the module and name of the tensor.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class _Initialisation:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Initialise.
+        """Initialise the module's parameters and buffers.
 
         Raises:
             BuildError: the rules leave out a tensor, whose values only the constructor knows.
@@ -263,7 +263,7 @@ class _Initialisation:
             )
 
     def _only(self, owner: nn.Module, own: Iterable[Tensor]) -> nn.Module:
-        """Copy of a module that shares these tensors; all others have no memory."""
+        """Copy of a module that shares these tensors; its other tensors are on the meta device."""
         shared = {id(tensor) for tensor in own}
 
         def bare(tensor: Tensor | None) -> Tensor | None:
@@ -285,13 +285,13 @@ class _Initialisation:
 
 
 def _used_numbers(layers: nn.Module) -> int:
-    """Number of elements of the parameters that one token uses: of its own experts only."""
+    """Number of elements of the parameters that one token uses, which includes only the experts of the token."""
     unused = sum(module.unused_numbers() for module in layers.modules() if isinstance(module, RoutedExperts))
     return sum(parameter.numel() for parameter in layers.parameters()) - unused
 
 
 def _attach(base: Any, structure: Structure, constants: Mapping[tuple[str, str], float]) -> None:
-    """Give every module with tensors an initialisation, and every attention module a core."""
+    """Attach an initialisation to every module with tensors, and a core to every attention module."""
     inside = structure.layers.count(".") + 2  # dots in the name of a module inside a part of a layer
     for path, module in base.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -304,10 +304,10 @@ def _attach(base: Any, structure: Structure, constants: Mapping[tuple[str, str],
 
 
 def _balance(base: Any, parts: Parts, balancing: Sequence[Balancer]) -> None:
-    """Observe the routers of all layers with d9d's experts.
+    """Attach a :class:`Balance` to all layers with d9d's experts, by their routers.
 
     Raises:
-        BuildError: there are none, or nothing is known about the scores of a router.
+        BuildError: there are no such layers, or d9d does not know how a router computes its scores.
     """
     found = {path: module for path, module in base.named_modules() if isinstance(module, RoutedExperts)}
     if not found:

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_models() -> Iterable[ModelSpec]:
-    """Any decoder language model that transformers implements and that passes the checks of this plugin."""
+    """Declare the model ``transformers``: any decoder model of transformers that passes the checks of this plugin."""
     yield ModelSpec(
         name="transformers",
         summary="A decoder language model of transformers, by the model_type of its config.",

@@ -1,8 +1,8 @@
 """Routers of transformers' models, found in a small model, not by a list of models.
 
-A router of transformers gives d9d's experts only the chosen experts of each token, and their weights. Losses that
-balance the load also need the scores of all experts: a function of the hidden states and one matrix. In a small model,
-the matrix and the function are found for which each token's weights are a multiple of the scores of its experts.
+A router of transformers passes only the chosen experts of each token and their weights. Losses that balance the load
+also need the scores of all experts, which are a function of the hidden states and one matrix. This module finds the
+matrix and the function in a small model: for them, the weights of each token are a multiple of its experts' scores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RouterFacts:
     Attributes:
         module: name of the module with the matrix ``weight`` [experts, features], inside the containing module.
         scoring: function from logits to scores.
-        bias: name of the tensor that is added to the scores for the selection only; ``None`` if there is none.
+        bias: name of the tensor that is added to the scores only for the selection; ``None`` without such a tensor.
     """
 
     module: str
@@ -44,11 +44,11 @@ class ExpertsCall:
 
 
 def find_routers(base: nn.Module, run: Callable[[], object]) -> Mapping[str, RouterFacts]:
-    """Class of a module that contains experts -> facts about its router, if they are known.
+    """Find facts about routers, by the class of the module that contains the experts; unknown routers are left out.
 
     Args:
         base: small model without its head, in float32.
-        run: runs the model on some tokens, without gradients.
+        run: function that runs the model on some tokens, without gradients.
     """
     calls = _calls(base, run)
     found: dict[str, RouterFacts] = {}
@@ -96,7 +96,7 @@ def _calls(base: nn.Module, run: Callable[[], object]) -> dict[str, ExpertsCall]
 def _matches(
     parent: nn.Module, experts: nn.Module, call: ExpertsCall
 ) -> Iterator[tuple[str, Literal["softmax", "sigmoid"]]]:
-    """Matrices and functions whose scores the weights of the call are multiples of."""
+    """Yield matrices and functions that fit a call: its weights are multiples of their scores."""
     inside = set(experts.modules())
     for name, module in parent.named_modules():
         weight = getattr(module, "weight", None)
@@ -113,7 +113,7 @@ def _matches(
 
 
 def _bias(base: nn.Module, path: str, call: ExpertsCall, router: str, run: Callable[[], object]) -> str | None:
-    """Name of the tensor, other than the router's own bias, whose entries make every token choose an expert."""
+    """Name of the selection bias: a large entry of this tensor makes every token choose the entry's expert."""
     experts, parent = base.get_submodule(path), base.get_submodule(path.rpartition(".")[0])
     inside = {id(tensor) for tensor in (*experts.parameters(), *experts.buffers())}
     count = int(getattr(experts, "num_experts", call.index.max() + 1))

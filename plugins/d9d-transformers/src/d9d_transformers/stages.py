@@ -19,9 +19,9 @@ _EMBEDDING_PER_HEAD = 1 / 16
 
 
 class AbsentLayer(nn.Module):
-    """Layer of another pipeline stage: returns its input, or a tensor that was handed over.
+    """Stand-in for a layer of another pipeline stage: returns its input, or the tensor given to :meth:`hand`.
 
-    It has the plain attributes of the layer, because models choose masks and rotations by them.
+    It has the attributes of the layer that are texts and numbers, by which models choose masks and rotations.
 
     Args:
         layer: layer of another stage.
@@ -38,17 +38,17 @@ class AbsentLayer(nn.Module):
         self._seen: Tensor | None = None
 
     def hand(self, hidden: Tensor) -> None:
-        """Return a tensor [B, S, H] from the next call."""
+        """Set the hidden states [B, S, H] that the next call returns."""
         self._handed = hidden
 
     def take(self) -> Tensor:
-        """Input [B, S, H] of the last call."""
+        """Return the input [B, S, H] of the last call, and forget it."""
         assert self._seen is not None
         seen, self._seen = self._seen, None
         return seen
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Return the input [B, S, H], or the tensor that was handed over, in the form of the layer's output."""
+        """Return the input [B, S, H], or the tensor given to :meth:`hand`, in the form of the layer's output."""
         if self._handed is not None:
             hidden_states, self._handed = self._handed, None
         self._seen = hidden_states
@@ -56,10 +56,10 @@ class AbsentLayer(nn.Module):
 
 
 class Absent(nn.Module):
-    """Module of another pipeline stage, other than a layer: returns its first argument."""
+    """Stand-in for a module of another pipeline stage that is no layer: returns its first argument."""
 
     def forward(self, value: Any, *_: Any, **__: Any) -> Any:
-        """Return the argument."""
+        """Return the first argument unchanged."""
         return value
 
 
@@ -68,7 +68,7 @@ def layers_of(count: int, numbers: int, head: Head, stage: Stage) -> range:
 
     Args:
         count: number of layers of the whole model.
-        numbers: number of elements of their parameters that one token uses.
+        numbers: number of elements of the layers' parameters that one token uses.
         head: facts about the head.
         stage: pipeline stage.
 
@@ -86,15 +86,15 @@ def keep_stage(
 
     Args:
         base: model without its head.
-        structure: its structure.
+        structure: structure of the model.
         layers: layers of the stage.
         first: whether the stage is the first one.
         last: whether the stage is the last one.
-        embedding: whether the stage keeps the embedding, although it is not the first.
+        embedding: whether the stage keeps the embedding although it is not the first stage.
 
     Returns:
-        The absent layer before the stage's own ones, which hands over hidden states, and the one after them, which
-        takes them; each ``None`` if there is none.
+        The absent layer before the stage's own layers, which returns the received hidden states, and the absent
+        layer after them, which takes the hidden states to send; each ``None`` if there is no such layer.
     """
     listed = base.get_submodule(structure.layers)
     for index in range(structure.count):

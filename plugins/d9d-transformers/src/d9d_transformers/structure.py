@@ -28,7 +28,7 @@ class Structure:
         before: modules with parameters that run before the layers, in order.
         after: modules with parameters that run after the layers, in order.
         outputs: number of values that a layer returns in a tuple, hidden states first; ``None`` for a tensor.
-        attention: attention modules -> facts about their calls.
+        attention: facts about the calls of each attention module, by name.
         mixers: parts of layers that mix tokens by something other than attention.
     """
 
@@ -48,9 +48,10 @@ class Parts:
     Attributes:
         mixers: classes of layers or of their parts that mix tokens by something other than attention; empty for most
             models.
-        others: classes of layers or of their parts that do not.
-        constants: class and name of a parameter or buffer -> the only number that is in it at the start.
-        routers: class of a module that contains experts -> facts about its router, if they are known.
+        others: classes of layers or of their parts that do not mix tokens.
+        constants: by class and name of a parameter or buffer, the number that all its elements have initially, if all
+            have the same.
+        routers: facts about routers, by the class of the module that contains the experts, if the router is known.
     """
 
     mixers: frozenset[str]
@@ -112,7 +113,7 @@ def layer_list(base: Any) -> tuple[str, nn.ModuleList]:
     """Name and module of the list of layers.
 
     Raises:
-        BuildError: there is none, or there are several.
+        BuildError: the model has no list of layers, or several lists.
     """
     count = base.config.num_hidden_layers
     classes = set(base._no_split_modules or ())  # noqa: SLF001 - no public attribute names the layers; a test reads it
@@ -166,7 +167,7 @@ def masked_calls(base: Any) -> Mapping[str, AttentionCall]:
 
 
 class _Ones(Tensor):
-    """Mask without padding, on the meta device: models ask which values it has."""
+    """Mask of ones (no padding) on the meta device, which answers the models that check its values."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:

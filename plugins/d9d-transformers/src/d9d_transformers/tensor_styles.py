@@ -1,8 +1,9 @@
 """Tensor parallelism of a model of transformers: styles of modules, from its own plan.
 
 transformers names a style for each matrix (``base_model_tp_plan``). Its plan keeps the whole sequence on each rank; d9d
-splits the sequence between the parts of a layer. A part that the plan does not split, or by a style that d9d does not
-have, has whole weights on every rank: attention gathers the positions, and other parts compute each position alone.
+splits the sequence between the parts of a layer. A part has replicated weights if the plan does not split it, or splits
+it by a style that d9d does not have: attention then gathers the positions, and other parts compute each position
+separately.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Styles:
     """Styles of a model without its head.
 
     Attributes:
-        model: relative name -> style, of modules outside of split parts.
-        owners: name of a module with split matrices -> relative name -> style.
+        model: styles of modules outside of split parts, by name.
+        owners: for each module with split matrices, the styles of these by their names within the module.
         refusal: reason why the model cannot be split; ``None`` if it can.
     """
 
@@ -43,7 +44,7 @@ class Styles:
 
 
 def styles_of(base: Any, structure: Structure) -> Styles:
-    """Styles of all modules with parameters."""
+    """Find the tensor-parallel styles of all modules with parameters."""
     plan: Mapping[str, str] = base.config.base_model_tp_plan or {}
     found = Styles()
     parts: dict[str, list[str]] = {}
@@ -73,7 +74,7 @@ def styles_of(base: Any, structure: Structure) -> Styles:
 
 
 def attach_styles(base: Any, structure: Structure, styles: Styles) -> None:
-    """Give modules with split matrices their plans, as methods of the instances."""
+    """Attach to modules with split matrices their tensor-parallel plans, as methods of the instances."""
     for path, plan in styles.owners.items():
         owner = base.get_submodule(path)
         owner.tensor_parallel_plan = partial(dict, plan)
@@ -102,7 +103,7 @@ def _part(path: str, layers: str) -> str:
 
 
 def _planned(plan: Mapping[str, str], path: str) -> str:
-    """Style of transformers for a module; empty if the plan has none."""
+    """Style that the plan of transformers has for a module; empty if the plan does not name the module."""
     for pattern, style in plan.items():
         if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), path):
             return style

@@ -110,7 +110,8 @@ def linear_cross_entropy_with_ranks(
 class CountsRanks(Protocol):
     """Protocol of a backend function that also counts token ranks from its logits.
 
-    For backends without it, :func:`target_ranks` counts the ranks."""
+    For backends without it, :func:`target_ranks` counts the ranks.
+    """
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Compute the loss, see :func:`linear_cross_entropy`."""

@@ -90,7 +90,7 @@ class LocalDraft:
         """Create a file. At the end of the block, it survives a crash."""
         if not self._draft.is_dir():
             raise CheckpointError(
-                f"{self._draft} does not exist: one rank must call start() first, and all must see the same directory"
+                f"{self._draft} does not exist: one process must call start() first, and all must see the directory"
             )
         path = self._draft / file
         try:

@@ -66,8 +66,8 @@ def check_index(file: str, table: Mapping[str, str], held: Mapping[str, str]) ->
         table: file of each tensor according to the index.
         held: file of each tensor according to the files' contents.
 
-        Raises:
-            CheckpointError: index and files differ.
+    Raises:
+        CheckpointError: index and files differ.
     """
     if wrong := [f"'{name}' in {shard}" for name, shard in table.items() if held.get(name) != shard]:
         raise CheckpointError(f"{file} lists {some(wrong)}, but that file does not contain it: {_AGAIN}")

@@ -49,7 +49,8 @@ def state_convert(
 ) -> None:
     """Convert a training checkpoint to a model directory, or a model to another number format or file size.
 
-    Needs no GPU."""
+    Needs no GPU.
+    """
     from d9d_weights.state.tensors import Conversion, convert_state, parse_dtype, parse_size
 
     asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads, keep_from)

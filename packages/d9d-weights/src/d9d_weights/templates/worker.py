@@ -73,8 +73,7 @@ class _Templates:
         self._compiled[key] = self._sandbox.compile_bounded(tree, key)
 
     def render(self, key: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """Render a template. Returns ``text``, ``marks`` and ``misplaced`` of :class:`Rendered`, or the ``error``.
-        """
+        """Render a template. Returns ``text``, ``marks`` and ``misplaced`` of a rendering, or the ``error``."""
         try:
             text = self._sandbox.run(self._compiled[key], variables)
         except TemplateError as error:

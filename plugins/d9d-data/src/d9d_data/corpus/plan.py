@@ -1,6 +1,7 @@
 """Plan of the work on a corpus: shards of about equal size, which are tokenised separately.
 
-Finished shards are kept if the process dies."""
+Finished shards are kept if the process dies.
+"""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _window(wanted: int | None, samples: int, batch_size: int) -> int:
         )
     if wanted > most:
         raise DataError(
-            f"data.bucket_window: {wanted} samples are more than an epoch's {samples}, so a pack would have the "
+            f"data.bucket_window: {wanted} samples are more than the {samples} of an epoch, so a pack would have the "
             f"same document several times; use at most {most}"
         )
     return wanted

@@ -64,7 +64,8 @@ class MoELayer(nn.Module):
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Tensor-parallel styles of router and experts: replicated; each rank computes its own positions.
 
-        A shared expert has its own plan."""
+        A shared expert has its own plan.
+        """
         gate = {} if self.shared_gate is None else {"shared_gate": TensorStyle.SEQUENCE}
         return {"router": TensorStyle.SEQUENCE, "experts": TensorStyle.SEQUENCE, **gate}
 

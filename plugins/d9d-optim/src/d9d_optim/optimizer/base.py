@@ -68,9 +68,9 @@ class NamedOptimizer(ABC):
     """Base of the optimizers with state by name, see :class:`d9d_core.optimizer.Optimizer`.
 
     State is kept by parameter name rather than by position in a list, so that it can be loaded in every layout. A
-    subclass defines a parameter's state (:attr:`slots`) and the update of a batch (:meth:`update`); this class handles groups,
-    learning rates, wider state, division of gradients for clipping, and sharded parameters. Updates are elementwise, on
-    this rank's shards; a subclass with another kind of update overrides :meth:`apply`.
+    subclass defines a parameter's state (:attr:`slots`) and the update of a batch (:meth:`update`); this class handles
+    groups, learning rates, wider state, division of gradients for clipping, and sharded parameters. Updates are
+    elementwise, on this rank's shards; a subclass with another kind of update overrides :meth:`apply`.
 
     Attributes:
         takes_divisor: whether :meth:`update` divides float32 gradients by ``batch.divisor`` itself, like torch's fused
@@ -80,8 +80,8 @@ class NamedOptimizer(ABC):
         config: learning rate, decay and groups.
         parameters: all parameters of the model by name; frozen parameters are ignored.
 
-        Raises:
-            BuildError: no parameter is trainable, or a group's pattern applies to no parameter.
+    Raises:
+        BuildError: no parameter is trainable, or a group's pattern applies to no parameter.
     """
 
     takes_divisor: ClassVar[bool] = False

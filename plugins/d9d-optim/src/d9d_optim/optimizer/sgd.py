@@ -17,8 +17,8 @@ class SGD(NamedOptimizer):
 
     State per parameter: ``momentum_buffer`` in the parameter's shape, or none without momentum. The buffer starts with
     zeros instead of a copy of the first gradient: the first update is the same (0 * momentum + gradient), a checkpoint
-    can be loaded before any step, and a first step with a false gate needs no special case. With ``dampening`` the first
-    gradient counts in full, so the number of steps taken is kept too (``step``), and results are bit-identical to
+    can be loaded before any step, and a first step with a false gate needs no special case. With ``dampening`` the
+    first gradient counts in full, so the number of steps taken is kept too (``step``), and results are bit-identical to
     ``torch.optim.SGD(foreach=True)``.
     """
 

@@ -89,7 +89,7 @@ def poly_late(begin: float, end: float, progress: float, power: float = 2.0) -> 
 
 
 def exponential(begin: float, end: float, progress: float, floor: float = 0.0) -> float:
-    """Curve whose logarithm is linear. Between start and end, a factor ``begin`` or ``end`` below ``floor`` counts as it."""
+    """Curve whose logarithm is linear; between its ends, a ``begin`` or ``end`` below ``floor`` counts as ``floor``."""
     if progress in (0.0, 1.0):
         return end if progress else begin
     return math.pow(max(begin, floor), 1 - progress) * math.pow(max(end, floor), progress)

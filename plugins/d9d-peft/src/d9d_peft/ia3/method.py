@@ -165,7 +165,7 @@ class Ia3:
 
 
 def _scaled_class(base: type) -> type:
-    """Make the class of a layer with a scale; a hook would not do, because compiled code ignores changes inside hooks."""
+    """Make the class of a layer with a scale, used instead of a hook, whose changes compiled code ignores."""
 
     class Scaled(base):  # type: ignore[misc]
         ia3_base = base

@@ -22,7 +22,7 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 
 
 class Down(Linear):
-    """First factor (A) of an update, weight [r, I]; initialised like ``torch.nn.Linear``, as in the LoRA authors' code."""
+    """First factor (A) of an update, weight [r, I]; initialised like ``torch.nn.Linear``, as in the LoRA code."""
 
     def reset_parameters(self) -> None:
         """Draw the weight from U(-1/sqrt(I), 1/sqrt(I))."""
@@ -40,9 +40,9 @@ class Up(Linear):
 class Adapted:
     """Base mixin of adapted modules of any type.
 
-    All attributes that the mixin adds to a module are named ``lora_...``. Subclasses have ``lora_add(rank)``, which adds
-    the factors on the weight's device and in its dtype, and ``lora_merged(weight)``, which returns the weight with the
-    update added.
+    All attributes that the mixin adds to a module are named ``lora_...``. Subclasses have ``lora_add(rank)``, which
+    adds the factors on the weight's device and in its dtype, and ``lora_merged(weight)``, which returns the weight with
+    the update added.
 
     Attributes:
         lora_files: for each added tensor, by its name within the module, its name in an adapter file and whether the
