@@ -56,7 +56,7 @@ def test_pattern_far_from_everything_still_shows_names() -> None:
 
 def test_pattern_shadowed_by_earlier_groups_is_an_error() -> None:
     rules = GroupRule(match="*weight", lr_scale=2), GroupRule(match="*norm*", lr_scale=3)
-    with pytest.raises(BuildError, match=r"groups\[1\].*earlier groups.*groups\[0\].*move it"):
+    with pytest.raises(BuildError, match=r"groups\[1\].*earlier groups.*groups\[0\].*move this group"):
         group_parameters(config(*rules), parameters())
 
 
