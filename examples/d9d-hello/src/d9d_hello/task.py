@@ -28,7 +28,7 @@ class SmoothLM:
         return {"smooth": 1.0}
 
     def check(self, model: Any, facts: State) -> None:
-        """Check nothing: the model checks its inputs itself."""
+        """Check model and data before training; this task checks nothing, because the model checks its inputs."""
 
     def count(self, microbatch: Microbatch) -> int:
         """Number of tokens, B x S."""

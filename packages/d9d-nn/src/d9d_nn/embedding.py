@@ -39,7 +39,7 @@ class SplitTokenEmbedding(nn.Module):
     """Token embedding with a separate parameter for the last ids, so that they can be trained alone.
 
     Gives the same results as a :class:`TokenEmbedding` with both weights concatenated. Each part is looked up at every
-    position, so both always get a gradient, and the host never waits for the device.
+    position, so both parts always get a gradient, and the host never waits for the device.
 
     Args:
         vocabulary: number of token ids, V.

@@ -41,7 +41,7 @@ class GeGLU(nn.Module):
         return {"gate_proj": TensorStyle.COLUMN, "up_proj": TensorStyle.COLUMN, "down_proj": TensorStyle.ROW}
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map [..., H] to [..., H]."""
+        """Map hidden states [..., H] to the output [..., H] of the layer."""
         gate = self.gate_proj(hidden)  # [..., I]
         up = self.up_proj(hidden)  # [..., I]
         return self.down_proj(self.gelu_mul(gate, up))  # type: ignore[no-any-return]  # [..., H]

@@ -9,7 +9,7 @@ from pydantic import Field
 
 
 class Initialization(Section):
-    """Initial weights: normal, norms at one; depth scaling as in GPT-2 (Radford et al. 2019, section 2.3)."""
+    """Initial weights: normal, but one in norms; depth scaling as in GPT-2 (Radford et al. 2019, section 2.3)."""
 
     std: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Standard deviation of the weights of embeddings and projections."""

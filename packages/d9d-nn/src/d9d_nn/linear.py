@@ -50,7 +50,7 @@ class Linear(nn.Linear):
 
     @property
     def deferral(self) -> Deferral | None:
-        """Deferral of the weight gradient, if there is one; see :class:`d9d_core.model.LendsProduct`."""
+        """Deferral of the weight gradient; ``None`` without one; see :class:`d9d_core.model.LendsProduct`."""
         return self._deferral
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:

@@ -50,7 +50,7 @@ class SwiGLU(nn.Module):
 
     @in_one_op("swiglu")
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map [..., H] to [..., H]."""
+        """Map hidden states [..., H] to the output [..., H] of the layer."""
         gate = self.gate_proj(hidden)  # [..., I]
         up = self.up_proj(hidden)  # [..., I]
         return self.down_proj(self.silu_mul(gate, up))  # type: ignore[no-any-return]  # [..., H]

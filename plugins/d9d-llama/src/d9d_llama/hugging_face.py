@@ -27,7 +27,7 @@ class _Format(DecoderFormat[C]):
     key_value_heads: ClassVar[int | None] = None
 
     def special_json(self, config: C) -> dict[str, Any]:
-        """Write the size of feed-forward layers."""
+        """Write the field of the size of feed-forward layers."""
         return {"intermediate_size": config.intermediate_size}
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,22 +65,22 @@ def _adam(config: AdamFields, width: int) -> OptimizerCost:
 
 
 def stochastic_adamw(config: OptimizerConfig, width: int) -> OptimizerCost:
-    """Cost of ``stochastic_adamw``: two moments."""
+    """Cost of an update by ``stochastic_adamw``, which has two moments."""
     return _fused(config, width, 2)
 
 
 def schedule_free(config: OptimizerConfig, width: int) -> OptimizerCost:
-    """Cost of ``schedule_free``: the iterate and the second moment."""
+    """Cost of an update by ``schedule_free``, whose state is the iterate and the second moment."""
     return _plain(config, width, 2, _SCHEDULE_FREE)
 
 
 def lion(config: OptimizerConfig, width: int) -> OptimizerCost:
-    """Cost of ``lion``: one moment."""
+    """Cost of an update by ``lion``, which has one moment."""
     return _plain(config, width, 1, _LION)
 
 
 def sgd(config: SGDConfig, width: int) -> OptimizerCost:
-    """Cost of ``sgd``: a velocity, if there is momentum."""
+    """Cost of an update by ``sgd``, which has a velocity if there is momentum."""
     if config.dampening:
         return _plain(config, width, 1, _DAMPENED)
     return _by_torch(config, width, _fused(config, width, 1 if config.momentum else 0))

@@ -1,4 +1,4 @@
-"""Fine-tuning method ``full_tune``: trains some parameters of the model, and freezes the others."""
+"""Fine-tuning method ``full_tune``: trains some parameters of the model, and freezes all other parameters."""
 
 from __future__ import annotations
 

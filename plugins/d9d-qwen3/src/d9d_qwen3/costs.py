@@ -20,7 +20,9 @@ def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
     if not isinstance(config, Qwen3MoeConfig):
         return dense_cost(config, stage, share, head_norms=True)
     if config.num_experts % share.experts:
-        raise BuildError(f"mesh.ep is {share.experts}, which does not divide {config.num_experts} experts")
+        raise BuildError(
+            f"mesh.ep is {share.experts}, which does not divide {config.num_experts} experts; use a divisor"
+        )
     return decoder_cost(config, stage, share, _feed_forward, head_norms=True)
 
 

@@ -114,7 +114,7 @@ class Qwen3MoeConfig(DecoderConfig):
         return any(isinstance(balancing, BiasUpdateConfig) for balancing in self.balancing)
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
-        """Raise if a checkpoint with selection biases is resumed without them, or the other way round."""
+        """Raise if only one of the checkpoint and this config has selection biases."""
         had = any(balancing["name"] == "bias_update" for balancing in saved.get("balancing", ()))
         if had and not self.has_selection_bias:
             raise ValueError(

@@ -51,7 +51,7 @@ class AttentionCall:
         value_dim: D of value.
         scaling: factor of the scores.
         window: number of positions that a query attends to; ``None`` for all.
-        softcap: soft cap of the scores; ``None`` for none.
+        softcap: soft cap of the scores; ``None`` for no cap.
         sinks: whether the softmax has a learned sink for each query head.
         others: names of keywords with a value that d9d's attention does not support.
     """

@@ -1,8 +1,8 @@
 """Mappers between the tensors in files of transformers and the tensors of its models in memory.
 
-Most tensors have the same name in both. For other tensors, transformers has a list of conversions for each type of
-model. This module translates the operations of the list to mappers; each operation moves elements only, so that a rank
-reads only the bytes of its own shards.
+Most tensors have the same name in files and in memory. For other tensors, transformers has a list of conversions for
+each type of model. This module translates the operations of the list to mappers; each operation moves elements only, so
+that a rank reads only the bytes of its own shards.
 """
 
 from __future__ import annotations

@@ -61,10 +61,10 @@ def _check(model: Anatomy, share: Share) -> None:
         raise BuildError(f"mesh.cp is {cp}, but {model.mixers[0]} mixes tokens, and needs all positions of a sample")
     calls = [call for kind in model.kinds for call in kind]
     if ep > 1 and not any(call.kind == "experts" for call in calls):
-        raise BuildError(f"mesh.ep is {ep}, but the model has no experts that can be split")
+        raise BuildError(f"mesh.ep is {ep}, but the model has no experts that can be split; remove mesh.ep")
     for call in calls:
         if call.kind == "experts" and (count := _experts(call)) % ep:
-            raise BuildError(f"mesh.ep is {ep}, which does not divide {count} experts")
+            raise BuildError(f"mesh.ep is {ep}, which does not divide {count} experts; choose a divisor")
     for call in sorted(calls, key=lambda call: call.core is None):  # heads say more than features
         _check_split(call, tp)
 
@@ -101,7 +101,7 @@ def _state(model: Anatomy, share: Share) -> float:
 
 
 def _layer(model: Anatomy, kind: int, share: Share) -> BlockCost:
-    """Cost of a layer."""
+    """Cost of one layer of a kind, from the calls of its modules."""
     found, state = _Ops(share, model.kinds[kind]), _state(model, share)
     exchanges, backward = _exchanges(model.kinds[kind], model.head.features, share)
     return BlockCost(

@@ -31,7 +31,7 @@ class Head:
         std: standard deviation of the initial weights.
         tied: whether the weight is the embedding's.
         scale: factor of the logits.
-        softcap: soft cap of the logits; ``None`` for none.
+        softcap: soft cap of the logits; ``None`` for no cap.
     """
 
     name: str

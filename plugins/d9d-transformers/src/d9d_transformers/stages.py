@@ -88,8 +88,8 @@ def keep_stage(
         base: model without its head.
         structure: structure of the model.
         layers: layers of the stage.
-        first: whether the stage is the first one.
-        last: whether the stage is the last one.
+        first: whether the stage is the first stage.
+        last: whether the stage is the last stage.
         embedding: whether the stage keeps the embedding although it is not the first stage.
 
     Returns:

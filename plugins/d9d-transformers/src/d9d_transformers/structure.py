@@ -167,7 +167,7 @@ def masked_calls(base: Any) -> Mapping[str, AttentionCall]:
 
 
 class _Ones(Tensor):
-    """Mask of ones (no padding) on the meta device, which answers the models that check its values."""
+    """Mask of ones (no padding) on the meta device, for models that check the values of a mask."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:

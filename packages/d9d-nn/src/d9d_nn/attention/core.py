@@ -26,7 +26,7 @@ class AttentionCore(nn.Module):
         key_value_heads: K.
         head_dim: D.
         window: number of positions that a query attends to, including its own; ``None`` for all.
-        softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for none.
+        softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for no cap.
         sinks: whether each call passes sinks, see the same function.
 
     Raises:

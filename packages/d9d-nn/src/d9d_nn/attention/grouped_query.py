@@ -35,8 +35,8 @@ class GroupedQueryAttention(nn.Module):
         output_std: initial standard deviation of the output projection.
         head_norm_eps: epsilon of an RMSNorm of each query and key head before the rotation; ``None`` for no norm.
         biases: names of the projections that have biases; they start at zero.
-        window: number of positions that a token attends to, including its own; ``None`` for all earlier ones.
-        softcap: soft cap of the scores; ``None`` for none.
+        window: number of positions that a token attends to, including its own; ``None`` for all earlier positions.
+        softcap: soft cap of the scores; ``None`` for no cap.
         norm: class of the head norms.
         rotary_dim: R, an even number; ``None`` for D. The first R features of a query or key head rotate, and the
             others do not (Black et al. 2022, "GPT-NeoX-20B", section 2.1.1).
@@ -120,7 +120,7 @@ class GroupedQueryAttention(nn.Module):
         }
 
     def tensor_parallel_heads(self) -> Mapping[str, int]:
-        """Numbers of heads of the projections."""
+        """Number of heads of each projection, by name: query heads or key/value heads."""
         return {"q_proj": self._query_heads, "k_proj": self._key_value_heads, "v_proj": self._key_value_heads}
 
     def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
@@ -149,7 +149,7 @@ class GroupedQueryAttention(nn.Module):
 
     @in_one_op("normed_rope")
     def _placed(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Normalised and rotated query and key."""
+        """Normalise the heads of query and key, if the layer has head norms, and rotate them."""
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if self._rotates_by_halves():

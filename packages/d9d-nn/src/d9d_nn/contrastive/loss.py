@@ -22,7 +22,7 @@ class Contrast:
 
     Attributes:
         losses: loss of each query, float32 [Q].
-        hits: whether a query's own text is the most similar one, bool [Q].
+        hits: whether a query's own text is the most similar of all texts, bool [Q].
         query_gradient: gradient of the loss summed over all ranks' queries, [Q, D].
         text_gradient: gradient of the same sum, [Q, N, D].
     """
@@ -83,7 +83,7 @@ def _one_way(
     ranks: DataRanks,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses and hits of anchors [Q, D] among the candidates [M, D] of all ranks, and the gradients of both.
+    """Losses and hits of anchors [Q, D] among the candidates [M, D] of all ranks, and their gradients.
 
     Args:
         anchors: anchors of this rank.

@@ -1,10 +1,10 @@
 """Task ``embedding``: makes embeddings of texts that belong together similar, and of other texts dissimilar.
 
 The negatives of a query are the texts of all other queries of the step, over all ranks and microbatches. The loss of a
-microbatch therefore depends on all others, and there are two passes (Gao et al. 2021, "Scaling Deep Contrastive
-Learning Batch Size under Memory Limited Setup"): the first, without gradients, computes all embeddings and the gradient
-of the loss with respect to each; the second backpropagates these gradients through the model. The result equals one
-backward over the whole batch, with the memory of one microbatch, in every layout.
+microbatch therefore depends on all other microbatches, and there are two passes (Gao et al. 2021, "Scaling Deep
+Contrastive Learning Batch Size under Memory Limited Setup"): the first pass, without gradients, computes all embeddings
+and the gradient of the loss with respect to each embedding; the second pass backpropagates these gradients through the
+model. The result equals one backward over the whole batch, with the memory of one microbatch, in every layout.
 
 Shapes: B queries, N texts for each (the first belongs to it, the others are negatives), S positions, D features. Row
 ``(1 + N) i`` of a microbatch is query i, followed by its texts. A row of length zero is absent; without a query or its
@@ -129,7 +129,7 @@ class Embedding(TextTask):
 
 
 def _present(microbatch: Microbatch) -> Tensor:
-    """Whether a row has tokens, by sample: bool [B, 1 + N]."""
+    """Whether each row (query or text) of each sample has tokens: bool [B, 1 + N]."""
     samples, tokens = len(microbatch["samples"]), microbatch["tokens"]
     if "lengths" not in microbatch:
         return torch.ones(samples, len(tokens) // samples, dtype=torch.bool, device=tokens.device)

@@ -68,8 +68,8 @@ class DecoderBlock(nn.Module):
         Args:
             hidden: [B, S, H], the residual stream.
             rotation: see :class:`GroupedQueryAttention`.
-            documents: documents, or the masks made of them.
-            padding: bool [B, S], padded positions; ``None`` if there are none.
+            documents: indices of documents int64 [B, S], or the attention masks made from them.
+            padding: bool [B, S], padded positions; ``None`` if there is no padding.
         """
         normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
         attended = self.attention(normed, rotation, documents)  # [B, S, H]

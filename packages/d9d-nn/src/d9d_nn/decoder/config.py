@@ -1,7 +1,7 @@
 """Config of a decoder: fields of attention, embeddings, norms and heads; of dense decoders also feed-forward layers.
 
-Dense decoders have a window in all layers or the later ones (:class:`DenseConfig`), or in a repeated pattern
-(:class:`AlternatingConfig`).
+Dense decoders have a sliding window in all layers or in the later layers (:class:`DenseConfig`), or in a repeated
+pattern (:class:`AlternatingConfig`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class DecoderConfig(ModelConfig, ABC):
 
 
 class DenseConfig(DecoderConfig):
-    """Base config of a dense decoder: one SwiGLU in each layer, and a window in all layers or the later ones."""
+    """Base config of a dense decoder: one SwiGLU per layer, and a window in all layers or in later layers."""
 
     intermediate_size: int = Field(gt=0)
     """Features inside the feed-forward layers."""
@@ -159,7 +159,7 @@ class DenseConfig(DecoderConfig):
     def _some_layer_slides(cls, value: int, info: ValidationInfo) -> int:
         layers, given = info.data.get("num_layers"), "sliding_window" in info.data
         if given and info.data["sliding_window"] is None and value:
-            raise ValueError(f"{value} has no effect without sliding_window; give a window, or remove this field")
+            raise ValueError(f"{value} has no effect without sliding_window; set sliding_window, or remove this field")
         if layers is not None and value >= layers:
             raise ValueError(f"{value} makes none of {layers} layers slide; remove sliding_window and this field")
         return value

@@ -120,7 +120,7 @@ def dense_cost(
         BuildError: the model cannot be divided over the ranks, or ``mesh.ep`` is set.
     """
     if share.experts > 1:
-        raise BuildError(f"mesh.ep is {share.experts}, but the model has no experts")
+        raise BuildError(f"mesh.ep is {share.experts}, but the model has no experts; remove mesh.ep")
     return decoder_cost(config, stage, share, swiglu_cost, head_norms=head_norms, output_norms=output_norms)
 
 
@@ -148,7 +148,7 @@ def _alike(config: DecoderConfig, layers: range) -> dict[int, list[int]]:
 def _check(config: DecoderConfig, share: Share) -> None:
     tp, heads, pairs = share.tensor, config.num_attention_heads, config.num_key_value_heads
     if heads % tp:
-        raise BuildError(f"mesh.tp is {tp}, which does not divide the {heads} query heads of the model")
+        raise BuildError(f"mesh.tp is {tp}, which does not divide the {heads} query heads; choose a divisor")
     if pairs % tp and tp % pairs:
         raise BuildError(f"mesh.tp is {tp}: {pairs} key and value heads can be neither split over it nor repeated")
     if share.length % (tp * share.context):

@@ -42,10 +42,10 @@ class DecoderModel(nn.Module):
     Args:
         config: config of the whole model.
         stage: pipeline stage to build.
-        block: builds the layer of an index in the whole model.
-        heads: whether the last stage has the heads; otherwise it returns the hidden states that they read.
+        block: function that builds the layer with an index in the whole model.
+        heads: whether the last stage has the heads; otherwise it returns the hidden states that the heads read.
         norm: class of the final norm.
-        logit_softcap: soft cap of the logits of causal_lm heads; ``None`` for none.
+        logit_softcap: soft cap of the logits of causal_lm heads; ``None`` for no cap.
 
     Raises:
         BuildError: the layers cannot be split over the stages in the requested way; or a head has a name that a module
@@ -107,7 +107,7 @@ class DecoderModel(nn.Module):
         return plan
 
     def split_sequence(self, ranks: int) -> None:
-        """Prepare for hidden states of S / ``ranks`` positions each."""
+        """Prepare for tensor parallelism, under which each rank has S / ``ranks`` positions of the hidden states."""
         self._sequence_ranks = ranks
 
     def split_context(self, share: ContextShare) -> None:

@@ -52,7 +52,7 @@ class VocabularyWeight(nn.Module):
 class CausalLMHead(nn.Module):
     """Causal language-modelling head: maps hidden states to a loss per token, or to logits.
 
-    The loss is computed here, not by the task, so that an op that never builds all logits can compute it.
+    The head computes the loss, not the task, so that an op that never allocates all logits can compute it.
 
     A tied head has no parameter: its caller passes the embedding's weight. The parameter therefore exists once, under
     one name, and stays shared when the model is materialised from the meta device.
@@ -106,7 +106,7 @@ class CausalLMHead(nn.Module):
             nn.init.normal_(self.weight, std=self.std)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the fused projection and loss."""
+        """Slot of the op that computes projection and loss, such as ``linear_cross_entropy``."""
         return {"linear_cross_entropy": self.linear_cross_entropy}
 
     def on_demand(self) -> Collection[str]:

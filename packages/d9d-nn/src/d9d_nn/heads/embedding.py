@@ -15,7 +15,7 @@ class EmbeddingHead(PoolsContext, nn.Module):
 
     Args:
         pooling: positions that represent a sample.
-        normalize: whether to scale vectors to length one.
+        normalize: whether to scale vectors to the norm 1.
         dim: D; ``None`` keeps all H features.
     """
 

@@ -33,7 +33,7 @@ class Heads(nn.ModuleDict):
         std: standard deviation of the initial weights.
         tied: whether causal_lm heads take the embedding's weight.
         added_tokens: number of last words with a separate parameter in a causal_lm head.
-        softcap: soft cap of the logits of causal_lm heads; ``None`` for none.
+        softcap: soft cap of the logits of causal_lm heads; ``None`` for no cap.
 
     Raises:
         BuildError: the name of a head is already an attribute of modules.

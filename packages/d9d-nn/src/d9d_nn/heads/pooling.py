@@ -40,7 +40,7 @@ class PoolsContext:
 
 
 def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling, ends: Tensor | None = None) -> Tensor:
-    """Pooling for heads: one vector for each right-padded sample, or for each row of a packed one, without padding.
+    """Pooling for heads: one vector for each right-padded sample, or for each row of a packed sample, without padding.
 
     Args:
         hidden: [B, S, H].

@@ -48,7 +48,7 @@ class HiddenStates:
         return {ROW: "number of the row in the input, from 0", "tokens": "number of its positions", **states}
 
     def check(self, model: Any, facts: State) -> None:  # noqa: ARG002 - modules() checks the model itself
-        """Note whether the data is packed."""
+        """Store whether samples of the data are packed, which :meth:`rows` needs."""
         self._packed = is_packed(facts)
 
     def modules(self, names: Sequence[str]) -> Sequence[str]:
@@ -61,7 +61,9 @@ class HiddenStates:
         count = max(found, default=-1) + 1
         for layer in self.config.layers:
             if layer % max(count, 1) not in found or not -count <= layer < count:
-                raise JobError(f"task.layers: there is no layer {layer} in a model of {count} layers")
+                raise JobError(
+                    f"task.layers: there is no layer {layer} in a model of {count} layers; give {-count} to {count - 1}"
+                )
             self._modules[_column(layer)] = found[layer % count]
         return list(dict.fromkeys(self._modules.values()))
 
@@ -98,11 +100,11 @@ class HiddenStates:
         return columns
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Number of rows and of positions."""
+        """Number of rows, and number of their positions."""
         return {"rows": float(len(rows[ROW])), "tokens": float(sum(rows["tokens"]))}
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Number of rows and of positions."""
+        """Number of rows, and number of their positions."""
         return dict(sums)
 
     def _pooled(self, states: Any) -> Any:

@@ -29,7 +29,7 @@ _COUNT = "number of its targets: tokens after the first, with the end of text; i
 class TokenLikelihoods:
     """Base of the inference tasks of log-probabilities and perplexity, over the log-probabilities of targets.
 
-    Microbatches are the same as for the task ``causal_lm``; targets that it ignores do not count here either.
+    Microbatches are the same as for the task ``causal_lm``; targets that this task ignores are not counted.
 
     Args:
         config: config with the head's name.

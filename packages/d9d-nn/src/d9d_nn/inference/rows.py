@@ -32,7 +32,7 @@ class RowPlace:
 
 
 def is_packed(facts: State) -> bool:
-    """Whether samples of a pass hold several rows each."""
+    """Whether each sample of the data holds several rows."""
     return facts.get("packed") is True
 
 

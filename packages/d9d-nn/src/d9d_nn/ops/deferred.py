@@ -22,9 +22,9 @@ class Product:
     """Product and its two gradients. None of these functions is recorded by autograd.
 
     Attributes:
-        forward: rows, weight -> out.
-        rows_gradient: gradient of out, weight -> gradient of the rows.
-        weight_gradient: rows, gradient of out -> gradient of the weight.
+        forward: function of rows and weight that returns the output.
+        rows_gradient: function of the output's gradient and the weight that returns the gradient of the rows.
+        weight_gradient: function of rows and the output's gradient that returns the gradient of the weight.
     """
 
     forward: Callable[[Tensor, Tensor], Tensor]

@@ -156,7 +156,7 @@ def may_be_kept(hidden: Tensor) -> int:
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums: float32, or wider."""
+    """Dtype in which sums over a tensor are computed: float32, or the tensor's dtype if it is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -184,7 +184,7 @@ def _chunk_grad(logits: Tensor, words: Tensor, grad_loss: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``total += a @ b``; total may be wider."""
+    """Compute ``total += a @ b``; ``total`` may have a wider dtype than ``a`` and ``b``."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.device.type == "cuda":  # CUDA sums in the wide dtype inside the product

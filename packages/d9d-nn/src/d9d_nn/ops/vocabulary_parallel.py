@@ -166,7 +166,7 @@ def merge_statistics(
     predicted = words != IGNORE
     unknown = predicted & (sums[2] == 0)
     if not targets.is_cuda and unknown.any():
-        raise IndexError(f"target {words[unknown][0]} is not in the vocabulary")
+        raise IndexError(f"target {words[unknown][0]} is not in the vocabulary; use the tokenizer of the model")
     # On a GPU the host does not wait: the loss is NaN, and the step is refused.
     # Filled through a view, but not returned as one: FSDP2 warns about modules that return views.
     losses = most.new_empty(targets.shape)
@@ -285,7 +285,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, kept: Tensor | None, rows: int, softcap: float | None) -> Any:
-    """Chunks of tokens and their logits [C, V]; none if this rank has no words."""
+    """Yield chunks of tokens and their logits [C, V]; no chunk if this rank has no words."""
     for start in range(0, len(hidden) if len(weight) else 0, rows):
         chunk = slice(start, start + rows)
         yield chunk, capped(functional.linear(hidden[chunk], weight), softcap) if kept is None else kept[chunk]

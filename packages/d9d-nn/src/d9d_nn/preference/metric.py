@@ -63,7 +63,7 @@ class PreferenceMetric:
         self._sums, self._empty = state["sums"], False
 
     def compute(self) -> Mapping[str, Tensor]:
-        """Series ``preference/chosen``, ``/rejected``, ``/margin`` and ``/accuracy``; none before the first update."""
+        """Series ``preference/chosen``, ``/rejected``, ``/margin`` and ``/accuracy``; empty before an update."""
         if self._empty:
             return {}
         chosen, rejected, right, pairs = self._sums.unbind()

@@ -1,4 +1,4 @@
-"""Task ``dpo``: prefer one text of a pair to the other, relative to a frozen reference model.
+"""Task ``dpo``: train a preference for the chosen text of a pair, relative to a frozen reference model.
 
 Shapes: B pairs, S positions; rows 2i and 2i + 1 of a microbatch are the chosen and the rejected text of pair i.
 """
@@ -143,7 +143,7 @@ def _counted(microbatch: Microbatch) -> Tensor:
 
 
 def _target_counts(microbatch: Microbatch) -> Tensor:
-    """Number of targets of each text, [B, 2]; at least one."""
+    """Number of targets of each text, [B, 2], or 1 for a text without targets, so that it can be a divisor."""
     return _targets(microbatch).clamp(min=1)
 
 

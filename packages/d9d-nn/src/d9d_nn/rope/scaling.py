@@ -52,7 +52,7 @@ class DynamicScaling(_Scaling):
 
 
 class YarnScaling(_Scaling):
-    """YaRN: interpolates slow pairs, but not fast ones (Peng et al. 2023, arXiv 2309.00071, section 3)."""
+    """YaRN: interpolates slowly rotating pairs of features, but not fast ones (Peng et al. 2023, arXiv 2309.00071)."""
 
     model_config = ConfigDict(validate_default=True)  # otherwise mscale alone would pass
 
@@ -85,7 +85,7 @@ class YarnScaling(_Scaling):
     def _slower_than_fast(cls, value: float, info: ValidationInfo) -> float:
         fast = info.data.get("beta_fast")
         if fast is not None and value >= fast:
-            raise ValueError(f"{value:g} is not smaller than beta_fast = {fast:g}")
+            raise ValueError(f"{value:g} is not smaller than beta_fast = {fast:g}; lower beta_slow")
         return value
 
     @field_validator("mscale_all_dim")
@@ -118,7 +118,7 @@ class Llama3Scaling(_Scaling):
     def _higher_than_low(cls, value: float, info: ValidationInfo) -> float:
         low = info.data.get("low_freq_factor")
         if low is not None and value <= low:
-            raise ValueError(f"{value:g} is not greater than low_freq_factor = {low:g}")
+            raise ValueError(f"{value:g} is not greater than low_freq_factor = {low:g}; raise high_freq_factor")
         return value
 
 
@@ -131,7 +131,7 @@ class Rope(NamedTuple):
 
     Attributes:
         theta: base of the frequencies.
-        scaling: scaling beyond the lengths of pretraining; ``None`` for none.
+        scaling: scaling beyond the lengths of pretraining; ``None`` for no scaling.
         magnitude: factor of rotated queries and keys.
         features: number of features at the start of a head that rotate; ``None`` for all.
     """

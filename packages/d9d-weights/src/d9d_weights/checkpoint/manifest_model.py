@@ -42,7 +42,7 @@ class FileFacts(_Part):
 
 
 class Piece(_Part):
-    """Window of a tensor, and the file entry with its values."""
+    """Window (offset and shape) of a tensor, and the file and key that store its values."""
 
     file: TensorsFile
     key: str

@@ -36,7 +36,7 @@ class Source:
     Attributes:
         tensors: opened files.
         mapper: mapper from the files' tensor names and layouts to the model's names and layouts.
-        directory: model directory whose tokenizer and other files an export copies; ``None`` without one.
+        directory: model directory whose tokenizer and other files an export copies; ``None`` without such a directory.
     """
 
     tensors: CheckpointTensors | ModelDirectory

@@ -43,7 +43,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename a synced file or directory within its directory, and sync the directory. A file replaces another one."""
+    """Rename a synced file or directory within its directory, and sync the directory. A file may replace a file."""
     _rename(source, target)
     sync(target.parent)
 
@@ -124,7 +124,7 @@ def clear(path: Path) -> None:
 
 
 def replace(target: Path, new: Path) -> None:
-    """Rename a directory, replacing an existing one; if the rename fails, the existing one stays."""
+    """Rename a directory and replace an existing directory, which stays if the rename fails."""
     # A directory cannot be renamed over another one, so the old one is renamed first.
     old = target.with_name(f".{target.name}{_OLD}")
     clear(old)

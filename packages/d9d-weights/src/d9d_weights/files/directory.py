@@ -1,7 +1,7 @@
 """Interfaces of directories, local or at an fsspec address: to read them, to write them, and to store several.
 
 The interfaces have a local and a remote implementation (:mod:`d9d_weights.files.local`,
-:mod:`d9d_weights.files.remote`); :mod:`d9d_weights.files.open` chooses one. A :class:`Directory` is read, a
+:mod:`d9d_weights.files.remote`); :mod:`d9d_weights.files.open` chooses between both. A :class:`Directory` is read, a
 :class:`Draft` becomes a directory once it is complete, and a :class:`DirectoryStore` holds named directories, such as
 the checkpoints of a run.
 """
@@ -27,7 +27,7 @@ def is_set_aside(name: str) -> bool:
 
 
 class OpenFile(Source, Protocol):
-    """File that several threads may read."""
+    """Open file that several threads may read at the same time."""
 
     def close(self) -> None:
         """Close the file."""
@@ -37,13 +37,13 @@ class Directory(Protocol):
     """Directory to read. All methods raise :class:`~d9d_core.errors.CheckpointError` if it cannot be read."""
 
     def names(self) -> list[str]:
-        """Names of the files directly in the directory, sorted."""
+        """Sorted names of the files in the directory, without subdirectories."""
 
     def read(self, name: str) -> bytes:
-        """Read a small file."""
+        """Read the whole contents of a small file of the directory."""
 
     def open(self, name: str) -> OpenFile:
-        """Open a large file."""
+        """Open a large file of the directory, to read parts of it."""
 
 
 class Draft(Protocol):
@@ -53,10 +53,10 @@ class Draft(Protocol):
         """Begin the draft. Called by one rank, before other ranks create files."""
 
     def create(self, file: str) -> AbstractContextManager[BinaryIO]:
-        """Create a file. At the end of the block, it survives a crash."""
+        """Create a file of the draft; after the ``with`` block, the file survives a crash."""
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file; ``None`` if this rank does not see it."""
+        """Size of a file of the draft in bytes; ``None`` if this rank does not see the file."""
 
     def add(self, save: Callable[[Path], None]) -> set[str]:
         """Add the files that ``save`` writes into a directory. Called by one rank.
@@ -90,7 +90,7 @@ class DirectoryStore(Protocol):
         """
 
     def is_visible(self) -> bool:
-        """Whether this rank sees the store."""
+        """Whether this rank sees the store, for example on a shared file system."""
 
     def owned(self) -> AbstractContextManager[None]:
         """Own the store inside the ``with`` block, and clean up after a killed process. Called by one rank.
@@ -103,7 +103,7 @@ class DirectoryStore(Protocol):
         """Names of the directories in the store, without directories that were set aside."""
 
     def location(self, name: str) -> str:
-        """Path or address of a directory."""
+        """Path or address of a directory of the store."""
 
     def draft(self, name: str) -> Draft:
         """Return a draft of a directory, without writing yet."""

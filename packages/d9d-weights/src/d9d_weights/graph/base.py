@@ -104,7 +104,7 @@ class Effect:
         taken: mapper that took a value, by the value's name.
         made: results in order, by name.
         fresh: names of results that keep their initial values.
-        duplicates: taken tensors that are copies of others.
+        duplicates: taken tensors that are copies of other tensors.
     """
 
     taken: dict[str, str] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Parallel(Mapper):
 
 
 class Sequential(Mapper):
-    """Sequential composition of mappers; tensors that a mapper does not take are passed on to the next ones.
+    """Sequential composition of mappers; tensors that a mapper does not take are passed on to the next mappers.
 
     Args:
         mappers: mappers in order of application.

@@ -72,7 +72,7 @@ class StateGraph:
         return group_values(self.outputs)
 
     def check(self, expected: Mapping[str, TensorSpec], ours: str = "the model") -> None:
-        """Compare the outputs' names and shapes with the expected ones.
+        """Compare the outputs' names and shapes with the expected names and shapes.
 
         Raises:
             CheckpointError: names or shapes differ; the text lists the differences.

@@ -37,7 +37,7 @@ class Pattern:
 
     @cached_property
     def placeholders(self) -> frozenset[str]:
-        """Placeholders: the words in braces."""
+        """Placeholders of the pattern: the words in braces."""
         return frozenset(word for word, _ in _PLACE.findall(self.text))
 
     @cached_property
@@ -58,7 +58,7 @@ class Pattern:
         return None if found is None else found.groupdict()
 
     def fill(self, placeholders: dict[str, str]) -> str:
-        """Name with placeholders replaced."""
+        """Name that results if the placeholders are replaced by components."""
         return _PLACE.sub(lambda match: placeholders[match[1]], self.text)
 
 
@@ -128,7 +128,7 @@ class Identity(Mapper):
     """Mapper that keeps tensors unchanged: the named tensors, or all that the other mappers do not take.
 
     Attributes:
-        names: names of the tensors; empty for all remaining ones.
+        names: names of the tensors; empty for all remaining tensors.
     """
 
     names: tuple[str, ...] = ()

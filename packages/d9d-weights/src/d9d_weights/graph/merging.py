@@ -1,4 +1,4 @@
-"""Mappers that merge several tensors into one, or split one into several."""
+"""Mappers that merge several tensors into one, or split one tensor into several."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Drop(Mapper):
     """Mapper that leaves out tensors, such as a head that the model lacks. Its inverse does nothing.
 
     :attr:`~d9d_weights.graph.graph.StateGraph.left_out` lists them for the user. Use :class:`Copy` for a tensor that
-    duplicates another one.
+    duplicates another tensor.
 
     Attributes:
         name: name of the tensor, or a pattern.

@@ -10,7 +10,7 @@ from d9d_weights.graph.expressions import Converted, Joined, Permuted, Sliced, S
 
 
 def permuted(value: Value, dims: Sequence[int]) -> Value:
-    """Value with reordered dimensions, simplified."""
+    """Reorder the dimensions of a value, in the simplest form of the expression."""
     if isinstance(value, Permuted):
         before = value.dims
         value, dims = value.of, [before[dim] for dim in dims]
@@ -18,17 +18,17 @@ def permuted(value: Value, dims: Sequence[int]) -> Value:
 
 
 def squeezed(value: Value, dim: int) -> Value:
-    """Value without a dimension of size one, simplified."""
+    """Remove a dimension of size one of a value, in the simplest form of the expression."""
     return value.of if isinstance(value, Unsqueezed) and value.dim == dim else Squeezed(value, dim)
 
 
 def unsqueezed(value: Value, dim: int) -> Value:
-    """Value with an additional dimension of size one, simplified."""
+    """Add a dimension of size one to a value, in the simplest form of the expression."""
     return value.of if isinstance(value, Squeezed) and value.dim == dim else Unsqueezed(value, dim)
 
 
 def converted(value: Value, dtype: torch.dtype) -> Value:
-    """Value in another dtype, simplified."""
+    """Convert a value to another dtype, in the simplest form of the expression."""
     return value if value.spec.dtype == dtype else Converted(value, dtype)
 
 

@@ -25,7 +25,7 @@ class AdapterFormat(Protocol):
 
     @property
     def init_from(self) -> str | None:
-        """Directory or fsspec address of an adapter to start from; ``None`` without one."""
+        """Directory or fsspec address of an adapter to start from; ``None`` for a new adapter."""
         ...
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:

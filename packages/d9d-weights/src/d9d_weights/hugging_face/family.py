@@ -54,7 +54,7 @@ class LanguageModel(Protocol):
 
     @property
     def heads(self) -> Mapping[str, Head]:
-        """Heads by name."""
+        """Configs of the heads, by name."""
         ...
 
 

@@ -33,7 +33,7 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool, stage_holders: StageHold
             every tensor that some rank passes is then gathered, in the model's order.
 
     Raises:
-        CheckpointError: the model of ``stage_holders`` lacks one of the tensors, or ranks pass different ones.
+        CheckpointError: the model of ``stage_holders`` lacks one of the tensors, or ranks pass different tensors.
     """
     gathered_tensors = {}
     there = None if stage_holders is None else stage_holders.among(tensors)

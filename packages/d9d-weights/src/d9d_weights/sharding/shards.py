@@ -35,7 +35,7 @@ class TensorShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Size in each dimension."""
+        """Shape of the window: the size in each dimension."""
         return tuple(self.tensor.shape)
 
 

@@ -1,1 +1,1 @@
-"""Command ``d9d state``."""
+"""Command ``d9d state``, which shows, converts and compares model weights."""

@@ -126,13 +126,13 @@ class GenerationBlock(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block, after its name."""
+        """Parse a ``generation`` block of a template, after the name of the block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("record"), [], [], body).set_lineno(line)
 
     def record(self, caller: Callable[[], str]) -> str:
-        """Render and record the body."""
+        """Render the body of a ``generation`` block, and record its position."""
         text = caller()
         environment = self.environment
         assert isinstance(environment, Sandbox)
@@ -154,7 +154,7 @@ class _Bounds(NodeTransformer):
 
 
 class _Namespace(Namespace):
-    """Namespace without names that give access to the interpreter."""
+    """Jinja ``namespace`` object that refuses names that would give access to the interpreter."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args

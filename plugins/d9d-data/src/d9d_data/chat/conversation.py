@@ -64,7 +64,7 @@ def read_conversation(record: object, where: str, arguments: ToolArguments = "ke
         arguments: treatment of tool arguments that are JSON strings.
 
     Raises:
-        DataError: the record is not a conversation; the error says how to write one.
+        DataError: the record is not a conversation; the error shows the expected form.
     """
     if not isinstance(record, Mapping):
         raise DataError(f"{where} is {_kind(record)}, not an object; write one such as {_SHAPE}")
@@ -260,7 +260,7 @@ def _tools(value: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
 
 
 def _kind(value: object) -> str:
-    """Type of a value in terms of JSON."""
+    """Name of a value's type in JSON, such as ``a list``, for error messages."""
     if value is None:
         return "null"
     names = {

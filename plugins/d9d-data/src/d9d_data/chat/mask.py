@@ -178,14 +178,14 @@ class _Probe:
         return opens.end() if opens else end
 
     def unverified(self, index: int, reason: str) -> DataError:
-        """Error about a reply that cannot be located."""
+        """Make the error about a reply that cannot be located in the rendering."""
         return DataError(
             f"{self._conversation.where}: cannot locate the reply of message {index} in the text that "
             f"{self._template.name} renders: {reason}; {_USE_BLOCKS}"
         )
 
     def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
-        """Rendering of messages; None if the template refuses them."""
+        """Render messages; returns None if the template refuses them."""
         try:
             return self._template.render(messages, self._conversation.tools, generation_prompt=prompt).text
         except DataError:
@@ -246,7 +246,7 @@ class _Probe:
         return bool(changed) and self._render_with(index, {**message, **changed}) != self.text
 
     def _render_with(self, index: int, message: Message) -> str | None:
-        """Rendering of the conversation with one message replaced."""
+        """Render the conversation with one message replaced."""
         messages = self._conversation.messages
         return self._render([*messages[:index], message, *messages[index + 1 :]])
 

@@ -1,1 +1,1 @@
-"""Command ``d9d data``."""
+"""Command ``d9d data``, which shows the samples of a job."""

@@ -128,7 +128,7 @@ def spoken(ids: Sequence[int], tokenizer: tokenizers.Tokenizer) -> str:
 
 
 def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = False) -> Text:
-    """Styled text of a sample: learned tokens stand out, others are dim, a line separates documents.
+    """Styled text of a sample: learned tokens are highlighted, other tokens are dim, and a line separates documents.
 
     A token is learned if it is the target of the position before it or has a label; the first token of a document is
     never a target.

@@ -31,7 +31,7 @@ class Sample:
         columns: values per token, by the names of the encoder's columns; for each document [tokens].
         lost: number of tokens that each document lost to truncation.
         incomplete: whether tokens to learn were lost.
-        spelling: special token that a text of the record spells; empty if there is none.
+        spelling: special token that a text of the record spells; empty if no text spells one.
         parsed: whether tool arguments of the record are JSON strings.
         stop: last learned token if it is a special token; otherwise empty.
     """

@@ -71,7 +71,7 @@ def tokenizer_of(config: PreparedConfig) -> tuple[str | BpeTokenizer, str | None
 
 
 def encoding_of(config: PreparedConfig) -> Encoding:
-    """Encoding for the corpus of a dataset config."""
+    """Choose the encoding for the corpus of a dataset config."""
     if isinstance(config, LabelledConfig):
         lost = "words lost their labels" if config.per == "word" else ""
         words = Words("labelled records", lost)

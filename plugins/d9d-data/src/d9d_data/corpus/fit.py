@@ -103,7 +103,7 @@ class Tally:
         return sum(self.stops.values())
 
     def written(self) -> dict[str, Any]:
-        """Counts as a JSON object."""
+        """Write the counts as a JSON object."""
         return {one.name: getattr(self, one.name) for one in fields(self)} | {"stops": dict(self.stops)}
 
     @classmethod

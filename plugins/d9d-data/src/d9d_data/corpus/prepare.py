@@ -158,7 +158,7 @@ class Corpus:
         return replace(self.tally, records=self.samples, longest=int(lengths.max()), cut=cut)
 
     def positions_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Number of input tokens of documents [D]: [D]."""
+        """Number of input tokens of each document, [D], for document indices [D]."""
         return self.starts[documents + 1] - self.starts[documents] - self.ends.no_inputs
 
     def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[object, ...]]:
@@ -244,7 +244,7 @@ def prepare(
         inputs: which tokens of a text the model gets as inputs, see :data:`~d9d_core.data.TextInputs`.
 
     Raises:
-        DataError: sources, tokenizer or cache directory are unusable, there is no text, or the split has no document.
+        DataError: sources, tokenizer or cache directory cannot be used, there is no text, or the split has no document.
         TrainingError: a tokenising process died.
     """
     config = with_tokenizer(config, None)

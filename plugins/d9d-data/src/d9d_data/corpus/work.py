@@ -1,4 +1,4 @@
-"""Directory of unfinished work next to an entry of the cache: one process works on it, the others wait."""
+"""Directory of unfinished work next to an entry of the cache: one process works on the entry, other processes wait."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class DatasetPacks:
     window: int | None
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of a pack: mappings of field names to arrays [B, ...]."""
+        """Microbatches of a pack (the samples of a step): mappings of field names to arrays [B, ...]."""
         layout = self.layout
         if self.window is None:
             mine = self.order.take(consumed + layout.rank * layout.share, layout.share)

@@ -84,7 +84,7 @@ class Classes:
         listed: names of the classes, if a config lists them; then all tables use the ids of this list.
 
     Raises:
-        DataError: some labels are names and others are numbers.
+        DataError: some labels are names, and other labels are numbers.
     """
 
     def __init__(self, tables: Sequence[Sequence[Label]], listed: Sequence[str] | None) -> None:

@@ -35,7 +35,7 @@ class LabelledEncoder:
         tokenizer: tokenizer of the texts.
         per: ``text`` or ``word``.
         field: field of the text, or of the list of words.
-        pair: field of a second text, which the tokenizer joins to the first; ``None`` if there is none.
+        pair: field of a second text, which the tokenizer joins to the first; ``None`` for records of one text.
         label: field of the label, or of the list of labels; ``None`` for the usual names.
         names: names of the classes; ``None`` to collect them from the data.
         longest: maximum number of tokens of a sample, including the tokenizer's special tokens, which truncation keeps.

@@ -54,7 +54,7 @@ class BufferSortedDataset(Dataset[Any]):
         return len(self._dataset)
 
     def sort_key(self, index: int) -> float:
-        """Size of the item at a new index."""
+        """Size of the item at an index of the new order."""
         return self._dataset.sort_key(self.place_of(index))
 
     def place_of(self, index: int) -> int:

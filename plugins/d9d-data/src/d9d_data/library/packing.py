@@ -1,4 +1,4 @@
-"""Packs with a fixed number of microbatches from any loader."""
+"""Grouping of the microbatches of any loader into packs of a fixed number of microbatches."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ class MixturePacks:
     fill: Mapping[str, float]
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of a pack, arrays [B, S]; S differs between microbatches."""
+        """Microbatches of a pack (the samples of a step), arrays [B, S]; S differs between microbatches."""
         layout = self.layout
         first = consumed + layout.rank * layout.share
         return [
@@ -255,7 +255,7 @@ class MixturePacks:
         return [[]] * len(source.pack_at(place)[0].get("tokens", ()))  # one for each row
 
     def completed(self, sample: Sample, part: int) -> Sample:
-        """Sample of a part with all fields of a mixed sample."""
+        """Add to a sample of a part the fields that it lacks, so that samples of all parts have the same fields."""
         if self.lengths and "tokens" in sample:
             sample = with_lengths(sample)
         if self.weighted and "targets" in sample and "weights" not in sample:

@@ -64,7 +64,7 @@ class WindowOrder:
         return self._recent[1][pack * size : (pack + 1) * size]
 
     def of_sizes(self, window: int, batch_size: int) -> WindowOrder:
-        """Order of the same samples with another window and pack size."""
+        """Make an order of the same samples with another window and another batch size."""
         return WindowOrder(self.order, self._corpus, self._longest, window, batch_size)
 
     def holds_a_beginning(self, consumed: int) -> bool:

@@ -88,7 +88,7 @@ class Pieces:
 
     Attributes:
         firsts: int64 [D], index of each piece's first token.
-        lengths: int64 [D], number of positions of each piece. A document of one token also takes one.
+        lengths: int64 [D], number of positions of each piece. A document of one token also takes one position.
         targets: int64 [D], number of positions of each piece with a target, the next token; ``None`` if all positions
             have a target.
     """

@@ -196,7 +196,7 @@ class DocumentPacks:
         return 1 - used / padded
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches [B, S] of a pack, the shortest first; S differs between microbatches."""
+        """Microbatches [B, S] of a pack (the samples of a step), the shortest first; S differs between microbatches."""
         return [self.samples.padded(chosen) for chosen in self._chosen(consumed)]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:

@@ -95,7 +95,7 @@ class PackReader:
         return _tensors(arrays)
 
     def close(self) -> None:
-        """End the worker processes; reading starts new ones."""
+        """End the worker processes; a later read starts new processes."""
         self._loader, self._packs, self._expected = None, iter(()), None
 
     def _start(self, consumed: int) -> None:

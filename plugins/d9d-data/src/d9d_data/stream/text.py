@@ -151,7 +151,7 @@ class TextPacks:
     layout: Layout
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches [B, S] of a pack."""
+        """Microbatches [B, S] of a pack, the samples of one step."""
         return [self.samples.packed(chosen) for chosen in self._chosen(consumed)]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:

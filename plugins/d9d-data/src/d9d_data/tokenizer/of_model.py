@@ -25,7 +25,7 @@ def with_tokenizer(config: C, pretrained: str | None) -> C:
         pretrained: directory, file or address of the pretrained weights, if any.
 
     Raises:
-        DataError: the model has no tokenizer and the config names none, or the two tokenizers differ.
+        DataError: neither the model nor the config has a tokenizer, or their tokenizers differ.
     """
     own = _own(pretrained)
     if config.tokenizer is not None:

@@ -15,7 +15,7 @@ from d9d_metrics.observations import IGNORE, read
 
 
 class Auroc(AccumulatedMetric):
-    """Metric AUROC, area under the ROC curve: probability that a positive sample scores higher than a negative one.
+    """Metric AUROC, area under the ROC curve: probability that a positive sample outscores a negative sample.
 
     Samples are counted in bins of their probability. A pair of a positive and a negative sample in different bins
     counts exactly; a pair in the same bin counts half, like a tie. The value therefore differs from the exact area by

@@ -13,7 +13,7 @@ from d9d_metrics.compose.config import ComposeConfig
 
 
 class Compose:
-    """Metric composed of several metrics; each call is passed to all of them.
+    """Metric composed of several metrics; each call is passed to all these metrics.
 
     Args:
         config: config with the children's configs, by name.

@@ -118,7 +118,7 @@ class ConfusionConfig(PluginConfig):
         for field, statistic in (("beta", "fbeta"), ("function", "function")):
             given, wanted = getattr(self, field) is not None, statistic in self.statistics
             if wanted and not given:
-                raise ValueError(f"the statistic '{statistic}' needs the field '{field}'")
+                raise ValueError(f"the statistic '{statistic}' needs the field '{field}'; set it")
             if given and not wanted:
                 raise ValueError(f"'{field}' has no effect; add '{statistic}' to statistics, or remove '{field}'")
         if isinstance(self.problem, BinaryProblem):

@@ -1,4 +1,7 @@
-"""Counts of a microbatch, computed on the device. Shapes: N samples, C classes."""
+"""Counts of true and false positives and negatives of a microbatch, computed on the device.
+
+Shapes: N samples, C classes.
+"""
 
 from __future__ import annotations
 

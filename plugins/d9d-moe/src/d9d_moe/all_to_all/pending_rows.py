@@ -1,6 +1,6 @@
 """All-to-all exchange of rows between the ranks of a group, started first and awaited later.
 
-Shapes: S rows sent, N rows received; both sorted by the other rank.
+Shapes: S rows sent, sorted by receiving rank; N rows received, sorted by sending rank.
 """
 
 from __future__ import annotations

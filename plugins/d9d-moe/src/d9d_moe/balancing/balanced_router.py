@@ -87,11 +87,11 @@ class BalancedRouter(nn.Module):
         return {term: loss.loss_term() for term, loss in self._losses.items()}
 
     def loss_factors(self) -> Mapping[str, Tensor]:
-        """Buffers of the factors of the loss terms, by term."""
+        """Buffers with the factors of the loss terms, by the names of the terms."""
         return {term: self.get_buffer(f"{term}_factor") for term in self._losses}
 
     def loss_sums(self) -> Mapping[str, Tensor]:
-        """Buffers of the sums of the loss terms over a microbatch, by term."""
+        """Buffers with the sums of the loss terms over a microbatch, by the names of the terms."""
         return {term: self.get_buffer(f"{term}_sum") for term in self._losses}
 
     def tallies(self) -> Mapping[str, Tensor]:

@@ -34,7 +34,7 @@ class SequenceBalance:
     layout_invariant: ClassVar[bool] = True
 
     def loss_term(self) -> LossTerm:
-        """Loss term, averaged over samples."""
+        """Describe the loss term, which is averaged over samples."""
         return LossTerm(self.coefficient, per="sample")
 
     def total(self, choice: Choice) -> Tensor:
@@ -63,7 +63,7 @@ class BatchBalance:
     layout_invariant: ClassVar[bool] = False
 
     def loss_term(self) -> LossTerm:
-        """Loss term, averaged over microbatches with their positions as weights."""
+        """Describe the loss term, an average over microbatches, weighted by their numbers of positions."""
         return LossTerm(self.coefficient, per="position")
 
     def total(self, choice: Choice) -> Tensor:
@@ -85,7 +85,7 @@ class ZLoss:
     layout_invariant: ClassVar[bool] = True
 
     def loss_term(self) -> LossTerm:
-        """Loss term, averaged over positions."""
+        """Describe the loss term, which is averaged over positions."""
         return LossTerm(self.coefficient, per="position")
 
     def total(self, choice: Choice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ops ``permute`` (copy tokens to rows) and ``unpermute`` (sum rows to tokens); each is the other's backward.
+"""Ops ``permute`` (copy tokens to rows) and ``unpermute`` (sum rows to tokens), each with the other as its backward.
 
 The gradients are implemented explicitly, because autograd's gradient of indexing adds rows atomically, in any order and
 in the narrow dtype. Sums add the experts of a token one after another, so that no tensor of T x k x H in float32 is

@@ -36,7 +36,7 @@ def best(scores: Tensor, count: int) -> Tensor:
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Integers int32 that sort like float32 numbers; zeros of both signs are equal, and so are all NaN."""
+    """Integers int32 that sort like float32 numbers; positive and negative zero are equal, and all NaN are equal."""
     bits = scores.masked_fill(scores == 0, 0.0).masked_fill(scores.isnan(), torch.nan).view(torch.int32)
     return torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits)
 

@@ -19,7 +19,7 @@ Beta = Annotated[float, AfterValidator(_is_share)]
 
 
 class GroupRule(Section):
-    """Settings of the parameters whose names match a pattern."""
+    """Learning rate and weight decay of the parameters whose names match a pattern."""
 
     match: str = Field(min_length=1)
     """Pattern of whole parameter names: ``*`` matches any text (dots included), ``?`` one character, ``[ab]`` a

@@ -23,11 +23,11 @@ class Lion(NamedOptimizer):
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slot of the average of gradients."""
+        """Slot of the state: the average of gradients."""
         return {"exp_avg": zeros}
 
     def update(self, batch: Batch) -> None:
-        """Update each tensor with a few operations."""
+        """Update each tensor of the batch with a few tensor operations."""
         now, later = self._betas
         for weight, gradient, average in zip(batch.params, batch.grads, batch.slots["exp_avg"], strict=True):
             moved = weight.mul(1 - batch.lr * batch.weight_decay)

@@ -59,7 +59,7 @@ class Muon(NamedOptimizer):
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slot of the average of a matrix's gradients."""
+        """Slot of the state of a matrix: the average of its gradients."""
         return {"momentum_buffer": zeros}
 
     def apply(self, batch: Batch) -> None:

@@ -34,7 +34,7 @@ def copy_fp32_to_bf16_stochastic_(target: Tensor, source: Tensor, generator: tor
         ValueError: the shapes differ.
     """
     if target.dtype != torch.bfloat16 or source.dtype != torch.float32:
-        raise TypeError(f"rounds float32 to bfloat16, but got {source.dtype} to {target.dtype}")
+        raise TypeError(f"the function rounds float32 to bfloat16, but got {source.dtype} to {target.dtype}")
     if target.shape != source.shape:
         raise ValueError(f"the target has shape {tuple(target.shape)}, but the source {tuple(source.shape)}")
     noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, device=source.device, generator=generator)

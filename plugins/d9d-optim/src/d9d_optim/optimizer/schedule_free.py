@@ -33,7 +33,7 @@ class ScheduleFree(NamedOptimizer):
         return {"z": _copy, "exp_avg_sq": zeros, "step": counter, "weight_sum": counter, "largest_lr": counter}
 
     def update(self, batch: Batch) -> None:
-        """Update each tensor with a few operations."""
+        """Update each tensor of the batch with a few tensor operations."""
         config = self._config
         beta1, beta2 = config.betas
         for index, (y, gradient) in enumerate(zip(batch.params, batch.grads, strict=True)):

@@ -45,7 +45,7 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(like.new_empty(features))
 
     def reset_parameters(self) -> None:
-        """Fill with ones, so that the initial model is unchanged."""
+        """Fill the scale with ones, so that the initial model is unchanged."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:

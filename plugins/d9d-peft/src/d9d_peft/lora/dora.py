@@ -38,7 +38,7 @@ class Magnitude(nn.Module):
         self.weight = nn.Parameter(weight.new_empty(weight.shape[0]))
 
     def reset_parameters(self) -> None:
-        """Fill with ones; :meth:`Dora.start` replaces them by the norms once the weights are loaded."""
+        """Fill the magnitudes with ones; :meth:`Dora.start` sets them to the norms once the weights are loaded."""
         nn.init.ones_(self.weight)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 def dropped(x: Tensor, fraction: float, training: bool, share: tuple[int, int] = (0, 1)) -> Tensor:
-    """LoRA dropout: in training, sets a fraction of the inputs to zero and scales the others up.
+    """LoRA dropout: in training, sets a fraction of the inputs to zero and scales the other inputs up.
 
     Args:
         x: [..., I], or [..., I / R] in a row-wise layer of tensor parallelism.

@@ -41,7 +41,7 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(signature: OpSignature) -> SdpaBlocks:
-    """Build the backend function for the data of a signature."""
+    """Build the backend function; the signature states whether the data has documents."""
     return SdpaBlocks(of_one=signature.documents is False)
 
 

@@ -102,7 +102,7 @@ class Flex:
         compiled: whether to compile attention; otherwise all scores are in memory at once, and nothing is skipped.
         plain: function for calls in which nothing would be skipped, with mask ``None``; by default FlexAttention.
         of_one: do not read documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
-        softcap: soft cap of the scores; ``None`` for none.
+        softcap: soft cap of the scores; ``None`` for no cap.
     """
 
     def __init__(

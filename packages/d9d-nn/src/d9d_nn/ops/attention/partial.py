@@ -60,7 +60,7 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
 
     Args:
         queries: positions of the queries, in runs of ascending order that do not overlap.
-        keys: positions of the keys, in runs. A run of queries lies in one run of keys, or in none.
+        keys: positions of the keys, in runs. A run of queries lies in one run of keys, or overlaps no run.
 
     Raises:
         ValueError: a run of queries overlaps a run of keys only partly.

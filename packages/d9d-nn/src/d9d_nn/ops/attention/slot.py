@@ -32,7 +32,7 @@ class AttentionSlot(OpSlot):
         key_value_heads: K.
         head_dim: D.
         window: number of positions that a query sees, including its own; ``None`` for all.
-        softcap: soft cap of the scores; ``None`` for none.
+        softcap: soft cap of the scores; ``None`` for no cap.
         sinks: whether calls have sinks.
     """
 
@@ -133,7 +133,7 @@ class AttentionSlot(OpSlot):
 
 
 def _runs(places: Tensor) -> list[range]:
-    """Runs of neighbouring positions; int64 [Q] on the host."""
+    """Split positions, int64 [Q] on the host, into runs of adjacent positions."""
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), (places.diff() != 1).nonzero()[:, 0] + 1]).tolist()
     ends = [*starts[1:], len(places)]
     firsts = places[starts].tolist()
