@@ -284,7 +284,7 @@ def test_biases_of_attention_are_split_with_their_outputs() -> None:
 @pytest.mark.parametrize(
     ("changes", "share", "said"),
     [
-        ({}, Share(1, 12, tensor=3), "mesh.tp is 3, which does not divide the 4 query heads of the model"),
+        ({}, Share(1, 12, tensor=3), "mesh.tp is 3, which does not divide the 4 query heads; choose a divisor"),
         (
             {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 12},
             Share(1, 12, tensor=6),
@@ -292,7 +292,7 @@ def test_biases_of_attention_are_split_with_their_outputs() -> None:
         ),
         ({"intermediate_size": 9}, Share(1, 12, tensor=2), "mesh.tp is 2, which does not divide 9 inner features"),
         ({}, Share(1, 12, tensor=4, context=2), "12 positions cannot be split over tp = 4 and cp = 2"),
-        ({}, Share(1, 12, experts=2), "mesh.ep is 2, but the model has no experts"),
+        ({}, Share(1, 12, experts=2), "mesh.ep is 2, but the model has no experts; remove mesh.ep"),
     ],
 )
 def test_sizes_that_ranks_cannot_split_are_refused(changes: Any, share: Share, said: str) -> None:

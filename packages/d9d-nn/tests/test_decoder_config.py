@@ -79,7 +79,7 @@ def test_a_config_has_the_documented_defaults() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"added_tokens": 101}, "added_tokens: Value error, 101 of vocab_size = 101 token ids leaves no regular one"),
+        ({"added_tokens": 101}, "added_tokens: Value error, 101 of vocab_size = 101 token ids leaves no regular token"),
         ({"num_key_value_heads": 2}, "num_key_value_heads: Value error, 2 does not divide num_attention_heads = 3"),
         ({"hidden_size": 13}, "head_dim: Value error, hidden_size = 13 is not a multiple of num_attention_heads = 3"),
         ({"head_dim": 5}, "head_dim: Value error, 5 is odd, but positions rotate pairs of features"),

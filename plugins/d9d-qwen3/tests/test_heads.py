@@ -142,7 +142,7 @@ def test_both_tasks_train_their_own_head() -> None:
         ({"tie_embeddings": True, "heads": {"topic": TOPIC}}, "tie_embeddings .* the model has no causal_lm head"),
         ({"heads": {"v": {"kind": "embedding", "layers": [2]}}}, "v.layers: there is no layer 2 in a model of 2"),
         ({"heads": {"v": {"kind": "embedding", "dim": 33}}}, "v.dim: 33 is more than hidden_size = 32"),
-        ({"added_tokens": 64}, "64 of vocab_size = 64 token ids leaves no regular one"),
+        ({"added_tokens": 64}, "64 of vocab_size = 64 token ids leaves no regular token"),
         ({"added_tokens": -1}, "greater than or equal to 0"),
     ],
 )

@@ -92,7 +92,7 @@ class DecoderConfig(ModelConfig, ABC):
     def _leaves_regular_tokens(cls, value: int, info: ValidationInfo) -> int:
         words = info.data.get("vocab_size")
         if words is not None and value >= words:
-            raise ValueError(f"{value} of vocab_size = {words} token ids leaves no regular one; add fewer tokens")
+            raise ValueError(f"{value} of vocab_size = {words} token ids leaves no regular token; add fewer")
         return value
 
     @field_validator("num_key_value_heads")

@@ -30,7 +30,7 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
     """Write the ``config.json`` fields that decoders share.
 
     Args:
-        config: our config.
+        config: d9d's config of the model.
         family: family of the model.
         dtype: dtype of the parameters: ``float32``, ``bfloat16`` or ``float16``.
         ours: further fields of this model that transformers does not have.
@@ -82,7 +82,7 @@ def kept_fields(source: Mapping[str, Any], config: DecoderConfig, family: Family
 
 
 def check_computable(data: Mapping[str, Any], family: Family) -> None:
-    """Check that our models compute the model of a ``config.json``.
+    """Check that d9d's model of this family computes the model that a ``config.json`` describes.
 
     Raises:
         CheckpointError: the file describes another architecture, or an unsupported variant.
@@ -97,7 +97,7 @@ def check_computable(data: Mapping[str, Any], family: Family) -> None:
 
 
 def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Read the fields of our config that decoders share from a ``config.json``.
+    """Read from a ``config.json`` the fields of d9d's config that all decoders share.
 
     Raises:
         CheckpointError: the file describes an unsupported variant.

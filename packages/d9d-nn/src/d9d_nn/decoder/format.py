@@ -41,7 +41,7 @@ class DecoderFormat(ABC, Generic[C]):
 
     @abstractmethod
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the fields of our config that only this family has.
+        """Read from a ``config.json`` the fields of d9d's config that only this family has.
 
         Raises:
             CheckpointError: the file describes an unsupported variant.
@@ -64,7 +64,7 @@ class DecoderFormat(ABC, Generic[C]):
         """Write the ``config.json`` that ``from_pretrained`` of transformers reads.
 
         Args:
-            config: our config.
+            config: d9d's config of the model.
             dtype: dtype of the parameters: ``float32``, ``bfloat16`` or ``float16``.
 
         Raises:
@@ -78,7 +78,7 @@ class DecoderFormat(ABC, Generic[C]):
         return kept_fields(source, config, self.family_of(config))
 
     def config_from_json(self, data: Mapping[str, Any]) -> C:
-        """Read our config from a published ``config.json``, of transformers 4 or 5.
+        """Read d9d's config from a published ``config.json``, of transformers 4 or 5.
 
         Raises:
             CheckpointError: the file describes another architecture, an unsupported variant, or an invalid model.

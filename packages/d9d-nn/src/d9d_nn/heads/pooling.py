@@ -46,11 +46,11 @@ def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling, ends: Tensor 
         hidden: [B, S, H].
         lengths: int64 [B], tokens of each sample; ``None`` if there is no padding. A sample without tokens is
             represented by its first position (``last``) or zeros (``mean``).
-        ends: int64 [B, N], where each row of a packed sample ends and the next one begins, 0 behind the last row.
+        ends: int64 [B, N], where each row of a packed sample ends and the next row begins, 0 after the last row.
         pooling: ``last`` position, or ``mean`` of all, summed in float32 or wider.
 
     Returns:
-        [B, H] in the dtype of ``hidden``; with ``ends`` [B, N, H], undefined behind the last row.
+        [B, H] in the dtype of ``hidden``; with ``ends`` [B, N, H], undefined after the last row.
 
     Raises:
         ValueError: the number of lengths is not the number of samples.

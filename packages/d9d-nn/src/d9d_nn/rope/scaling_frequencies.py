@@ -27,7 +27,7 @@ def rotary_frequencies(
 ) -> tuple[Tensor, float]:
     """Frequencies of scaled RoPE: angle per position of each pair of features, and the factor of cosine and sine.
 
-    Never waits for the device: everything except the pairs' indices is a number on the host.
+    The host never waits for the device, because only the indices of the pairs are on the device.
 
     Args:
         head_dim: D.

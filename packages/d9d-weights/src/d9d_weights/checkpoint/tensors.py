@@ -166,7 +166,7 @@ def _steps(storage: DirectoryStore) -> list[int]:
     try:
         return steps_in(storage)
     except OSError as error:
-        raise CheckpointError(f"{storage} cannot be read: {error}; check the address and your rights there") from error
+        raise CheckpointError(f"{storage} cannot be read: {error}; check the address and your permissions") from error
 
 
 def _checkpoints_below(location: str) -> str:

@@ -33,17 +33,17 @@ class LocalDirectory:
         return str(self._path)
 
     def names(self) -> list[str]:
-        """Names of the files directly in the directory, sorted."""
+        """Sorted names of the files in the directory, without subdirectories."""
         with unreadable(self):
             return sorted(path.name for path in self._path.iterdir() if path.is_file())
 
     def read(self, name: str) -> bytes:
-        """Read a small file."""
+        """Read the whole contents of a small file of the directory."""
         with unreadable(f"{self}/{name}"):
             return read_regular(self._path / name, links="near")
 
     def open(self, name: str) -> OpenFile:
-        """Open a large file."""
+        """Open a large file of the directory, to read parts of it."""
         with unreadable(f"{self}/{name}"):
             return LocalFile(self._path / name)
 
@@ -56,7 +56,7 @@ class LocalFile:
         self._descriptor = open_regular(path)
 
     def size(self) -> int:
-        """Number of bytes."""
+        """Size of the file in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def read_into(self, start: int, view: memoryview) -> int:
@@ -87,7 +87,7 @@ class LocalDraft:
 
     @contextmanager
     def create(self, file: str) -> Iterator[BinaryIO]:
-        """Create a file. At the end of the block, it survives a crash."""
+        """Create a file of the draft; after the ``with`` block, the file survives a crash."""
         if not self._draft.is_dir():
             raise CheckpointError(
                 f"{self._draft} does not exist: one process must call start() first, and all must see the directory"
@@ -103,7 +103,7 @@ class LocalDraft:
             raise
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file; ``None`` if this rank does not see it."""
+        """Size of a file of the draft in bytes; ``None`` if this rank does not see the file."""
         path = self._draft / file
         return path.stat().st_size if path.is_file() else None
 
@@ -167,7 +167,7 @@ class LocalStore:
         return [path.name for path in self.directory.iterdir() if path.is_dir()]
 
     def location(self, name: str) -> str:
-        """Path or address of a directory."""
+        """Path or address of a directory of the store."""
         return str(self.directory / name)
 
     def draft(self, name: str) -> LocalDraft:

@@ -42,14 +42,14 @@ class RemoteDirectory:
         return self._url
 
     def names(self) -> list[str]:
-        """Names of the files directly in the directory, sorted."""
+        """Sorted names of the files in the directory, without subdirectories."""
         with unreadable(self):
             self._files.invalidate_cache()
             found = self._files.ls(self._root, detail=True)
             return sorted(entry["name"].rpartition("/")[2] for entry in found if entry["type"] == "file")
 
     def read(self, name: str) -> bytes:
-        """Read a small file."""
+        """Read the whole contents of a small file of the directory."""
         with unreadable(f"{self}/{name}"):
             with self._files.open(f"{self._root}/{name}", "rb") as file:
                 content: bytes = file.read(MAX_JSON_BYTES + 1)
@@ -58,7 +58,7 @@ class RemoteDirectory:
             return content
 
     def open(self, name: str) -> OpenFile:
-        """Open a large file."""
+        """Open a large file of the directory, to read parts of it."""
         with unreadable(f"{self}/{name}"):
             # Windows are read once, so read-ahead would fetch unused bytes.
             return RemoteFile(self._files.open(f"{self._root}/{name}", "rb", cache_type="none"), f"{self}/{name}")
@@ -73,7 +73,7 @@ class RemoteFile:
         self._lock = threading.Lock()
 
     def size(self) -> int:
-        """Number of bytes."""
+        """Size of the file in bytes."""
         with self._lock, unreadable(self._name):
             return int(self._file.seek(0, 2))
 
@@ -127,7 +127,7 @@ class RemoteDraft:
 
     @contextmanager
     def create(self, file: str) -> Iterator[BinaryIO]:
-        """Create a file. At the end of the block, it survives a crash."""
+        """Create a file of the draft; after the ``with`` block, the file survives a crash."""
         if not self._positioned:
             with self._failures(), self._files.open(f"{self._root}/{file}", "wb") as out:
                 yield out
@@ -139,7 +139,7 @@ class RemoteDraft:
                 self._files.put_file(out.name, f"{self._root}/{file}")
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file; ``None`` if this rank does not see it."""
+        """Size of a file of the draft in bytes; ``None`` if this rank does not see the file."""
         with self._failures():
             self._files.invalidate_cache()
             try:
@@ -284,7 +284,7 @@ class RemoteStore:
             return [name for name in names if not self.files.exists(self.path(name, _DAMAGED))]
 
     def location(self, name: str) -> str:
-        """Path or address of a directory."""
+        """Path or address of a directory of the store."""
         return f"{self.url}/{name}"
 
     def draft(self, name: str) -> RemoteDraft:

@@ -177,7 +177,7 @@ class Source(Protocol):
     """Source of bytes that can be read at any position; thread-safe if its ``read_into`` is thread-safe."""
 
     def size(self) -> int:
-        """Number of bytes."""
+        """Size of the file in bytes."""
         ...
 
     def read_into(self, start: int, view: memoryview) -> int:

@@ -194,7 +194,7 @@ def map_array(file: Path) -> npt.NDArray[Any]:
 
 
 def prepare_for(config: C, context: DataContext) -> tuple[C, Corpus]:
-    """Prepare the corpus of a config for a job; a config without a tokenizer gets the pretrained model's.
+    """Prepare the corpus of a config for a job; a config without a tokenizer gets the pretrained model's tokenizer.
 
     Returns:
         The config with its tokenizer, and the corpus.

@@ -168,7 +168,7 @@ class MixtureStream(PackStream):
         return {**common, "parts": parts}
 
     def save_assets(self, directory: Path) -> None:
-        """Write the tokenizer's files of the first part that has a tokenizer."""
+        """Write the parts' files for an export, such as the tokenizer's; earlier parts overwrite later parts' files."""
         for stream in reversed(self._streams):
             stream.save_assets(directory)
 

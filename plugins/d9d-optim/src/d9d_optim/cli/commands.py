@@ -51,7 +51,7 @@ def show(
     loaded = JobFile.load(job, overrides=overrides, policy=PluginPolicy(files=tuple(plugin)))
     total = steps or loaded.steps
     if total is None:
-        raise JobError("the length of the run depends on the data, which is not read; give it with --steps")
+        raise JobError("the length of the run depends on the data, which is not read; give --steps")
     rates = _rates(loaded, total)
     path = picture or Path(f"{job.stem}-lr.svg")
     name = loaded.lr_schedule.selector if loaded.lr_schedule else "constant"

@@ -107,8 +107,8 @@ class FlexBlocks:
             device: device of queries and keys.
 
         Returns:
-            One tuple of the slice of the queries, the slice of the keys, and the block mask; no tuple if positions and
-            window hide all keys.
+            For each call, the slice of the queries, the slice of the keys, and the mask. FlexAttention needs one call;
+            the list is empty if positions and window hide all keys.
         """
         if self._of_one:
             documents = None
@@ -215,7 +215,7 @@ def _compiled_attention() -> _Compiled:
 
 
 class _Compiled:
-    """Function that is compiled separately, in its first call.
+    """Wrapper of a function that compiles it separately, in the first call.
 
     Args:
         function: function of tensors.

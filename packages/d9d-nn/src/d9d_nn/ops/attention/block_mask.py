@@ -21,7 +21,7 @@ BLOCK = 128
 def block_mask(documents: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
     """Block mask for ``flex_attention``: causal, within documents and windows, the same for all heads.
 
-    Made by about sixty small kernels, without waiting for the device and without compilation.
+    About sixty small kernels make the mask, without waiting for the device and without compilation.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.
