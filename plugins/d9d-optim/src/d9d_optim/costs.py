@@ -21,7 +21,7 @@ _AROUND, _AROUND_BFLOAT16 = 21, 14
 
 
 def _state_width(config: OptimizerConfig, width: int) -> int:
-    """Bytes of an element of the state, and of the computation of an update."""
+    """Bytes per element of the optimizer state, and bytes per element in which an update is computed."""
     return _FLOAT32 if config.wide_state else width
 
 

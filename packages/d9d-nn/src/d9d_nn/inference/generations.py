@@ -101,7 +101,7 @@ class Generations:
         }
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Numbers of rows, of their new tokens, and of rows that have ended."""
+        """Number of rows, number of their new tokens, and number of rows that have ended."""
         return {
             "rows": float(len(rows[ROW])),
             "tokens": float(sum(map(len, rows["tokens"]))),

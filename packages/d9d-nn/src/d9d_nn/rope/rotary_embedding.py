@@ -102,6 +102,6 @@ class LayerRotations(nn.Module):
         self._choices = [different.index(rope) for rope in ropes]
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> list[Rotation]:
-        """Rotation of each layer, see :meth:`RotaryEmbedding.forward`."""
+        """Compute the rotation of each layer, see :meth:`RotaryEmbedding.forward`."""
         rotations = [embedding(positions, lengths) for embedding in self.embeddings]
         return [rotations[choice] for choice in self._choices]

@@ -10,7 +10,7 @@ from d9d_core.errors import CheckpointError
 
 @contextmanager
 def unreadable(what: object) -> Iterator[None]:
-    """Convert exceptions inside the block to errors that name the unreadable file and the next action."""
+    """Convert exceptions inside the ``with`` block to errors that name the unreadable file and the next action."""
     try:
         yield
     except FileNotFoundError as error:
@@ -23,7 +23,7 @@ def unreadable(what: object) -> Iterator[None]:
 
 @contextmanager
 def unwritable(what: object) -> Iterator[None]:
-    """Convert exceptions inside the block to errors that name the unwritable address and the next action."""
+    """Convert exceptions inside the ``with`` block to errors that name the unwritable address and the next action."""
     try:
         yield
     except CheckpointError:

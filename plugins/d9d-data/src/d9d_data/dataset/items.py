@@ -202,7 +202,7 @@ def _array(value: Any, where: str) -> npt.NDArray[Any]:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise DataError(f"{where} is not an array: {error}; give lists of equal lengths") from error
+        raise DataError(f"{where} is not an array: {error}; give nested lists of equal lengths") from error
     if array.dtype.kind not in "biuf":
         kind = type(value).__name__
         raise DataError(f"{where} is a {kind} of {array.dtype}, not of numbers; omit the field, or give numbers")

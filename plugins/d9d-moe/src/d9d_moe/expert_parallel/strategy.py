@@ -1,9 +1,9 @@
 """Strategy ``expert_parallel`` (Lepikhin et al. 2020, "GShard", section 3.2).
 
-``ep`` spans data-parallel ranks, which read different tokens: each rank of a group of ``ep`` keeps ``experts / ep``
-consecutive experts of every layer, and tokens are sent between the ranks of the group. All other parameters, the
-router's included, follow the job's data-parallel strategy. Ranks with the same experts (``expert_replicate`` x
-``expert_fsdp``) replicate or shard them according to that strategy.
+``ep`` reuses the ranks of ``tp``, ``cp`` and data parallelism, which hold different tokens: each rank of a group of
+``ep`` keeps ``experts / ep`` consecutive experts of every layer, and tokens are sent between the ranks of the group.
+All other parameters, including the router's, are laid out as in a dense model. Ranks with the same experts
+(``expert_replicate`` x ``expert_fsdp``) replicate or shard them according to the job's data-parallel strategy.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
         }
 
     def own_fields(self, config: Qwen3MoeConfig) -> dict[str, Any]:
-        """Fields of balancing and capacity, and the layout of expert files."""
+        """Config fields that transformers does not have: balancing, capacity, and the layout of expert files."""
         defaults = {name: field.default for name, field in Qwen3MoeConfig.model_fields.items()}
         values = config.model_dump(mode="json", include={"balancing", "capacity", "expert_files"})
         return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
