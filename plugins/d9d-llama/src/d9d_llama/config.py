@@ -1,4 +1,7 @@
-"""Configs and costs of Llama, Mistral, Qwen2 and GLM; published sizes are in :mod:`d9d_llama.presets`. No torch."""
+"""Configs and costs of Llama, Mistral, Qwen2 and GLM; published sizes are in :mod:`d9d_llama.presets`.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def _check_fields(known: Any) -> None:
     """Check that a config asks for no computation that depends on the layout or on other samples of a batch.
 
     Raises:
-        BuildError: it has such rotary positions, or draws random numbers; or transformers lacks its activation.
+        BuildError: the config has such rotary positions, dropout that draws random numbers, or an activation function
+            that transformers lacks.
     """
     for name in _ACTIVATIONS:
         activation = getattr(known, name, None)
