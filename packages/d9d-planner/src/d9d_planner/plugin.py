@@ -29,3 +29,9 @@ def d9d_commands() -> Iterator[CommandSpec]:
         summary="Find the fastest layout of a job that fits, without a GPU.",
         app=Ref("d9d_planner.command:app"),
     )
+    yield CommandSpec(
+        name="profile",
+        summary="Run some steps of a job, and show where their time goes.",
+        requires=frozenset({"import:torch"}),
+        app=Ref("d9d_planner.profile.command:app"),
+    )

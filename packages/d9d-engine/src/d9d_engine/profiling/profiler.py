@@ -160,17 +160,7 @@ class StepProfiler:
             _compress(memory, target.with_name(f"{_rank_name(self._topology)}.memory.json.gz"))
         if not (self._topology.is_main and steps):
             return None
-        spans = [
-            Span(
-                event.name,
-                event.time_range.start,
-                event.time_range.end,
-                event.device_type.name != "CPU",
-                bool(event.is_user_annotation) or event.name.startswith((PREFIX, STEP)),
-            )
-            for event in finished.events() or ()  # type: ignore[no-untyped-call]
-        ]
-        times, total = time_by_kind(spans, steps)
+        times, total = time_by_kind(spans_of(finished), steps)
         which = f"step {done}" if steps == 1 else f"steps {done - steps + 1} to {done}"
         where = f"{self._topology.device}, {_rank_name(self._topology)}"
         return f"{table(times, total, steps, f'profile of {which} ({where})')}\n  traces: {target.parent}"
@@ -202,6 +192,20 @@ class StepProfiler:
     def _memory_snapshot(self) -> Any:
         snapshot = getattr(torch.cuda.memory, "_snapshot", None)  # private, too
         return snapshot() if self._topology.device.type == "cuda" and snapshot is not None else None
+
+
+def spans_of(finished: profile) -> list[Span]:
+    """Spans of the operations, kernels and ranges that a finished profiler recorded."""
+    return [
+        Span(
+            event.name,
+            event.time_range.start,
+            event.time_range.end,
+            event.device_type.name != "CPU",
+            bool(event.is_user_annotation) or event.name.startswith((PREFIX, STEP)),
+        )
+        for event in finished.events() or ()  # type: ignore[no-untyped-call]
+    ]
 
 
 def _action(warmup: int, active: int, number: int) -> ProfilerAction:

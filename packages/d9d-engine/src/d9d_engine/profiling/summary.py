@@ -14,7 +14,7 @@ STEP = "ProfilerStep"
 Kind = Literal["optimizer", "attention", "matmul", "other", "communication"]
 #: Priority: if several kinds run at the same time, the first one is counted.
 _ORDER: tuple[Kind, ...] = ("optimizer", "attention", "matmul", "other", "communication")
-_LABELS = {
+LABELS = {
     "matmul": "matmul",
     "attention": "attention",
     "other": "elementwise, other",
@@ -125,6 +125,6 @@ def table(times: Mapping[str, float], total: float, steps: int, title: str) -> s
     """
     rows = [
         f"  {label:<22} {times[kind] / 1000 / steps:10.2f} ms {times[kind] / total if total else 0:7.1%}"
-        for kind, label in _LABELS.items()
+        for kind, label in LABELS.items()
     ]
     return "\n".join([f"{title}: {total / 1000 / steps:.2f} ms per step", *rows])

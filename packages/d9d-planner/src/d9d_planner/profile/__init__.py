@@ -1,0 +1,1 @@
+"""Measurement of a job's steps and the reason for their time: ``d9d profile``."""
