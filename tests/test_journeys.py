@@ -37,7 +37,7 @@ FENCE = re.compile(r"^```(\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^`
 SCREEN = 48
 JOURNEYS = {
     "pretrain", "continue", "resume-elsewhere", "sft", "lora", "dpo", "evaluate", "infer", "generate", "export",
-    "track", "sweep", "notebook", "several-gpus", "slurm", "plugin", "own-model",
+    "track", "sweep", "notebook", "several-gpus", "slurm", "plugin", "own-model", "first-job", "memory",
 }  # fmt: skip
 
 

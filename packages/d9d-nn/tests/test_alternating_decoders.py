@@ -336,3 +336,10 @@ def test_norms_of_outputs_cost_as_much_as_norms_of_inputs() -> None:
 def test_a_plain_norm_has_its_weight_as_factor() -> None:
     norm = RMSNorm(8, eps=1e-6)
     assert norm.factor() is norm.weight
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_default_pattern_is_as_short_as_a_written_one(layers: int) -> None:
+    found = config(num_layers=layers)
+    assert len(found.layer_types) == min(layers, 2)
+    assert Config.model_validate(found.model_dump()) == found

@@ -189,7 +189,9 @@ class AlternatingConfig(DecoderConfig):
     sliding_window: int = Field(default=4096, gt=0)
     """Number of positions that a token of a sliding layer attends to, including its own."""
 
-    layer_types: tuple[LayerType, ...] = Field(default=("sliding_attention", "full_attention"), min_length=1)
+    layer_types: tuple[LayerType, ...] = Field(
+        default=("sliding_attention", "full_attention"), min_length=1, validate_default=True
+    )
     """Kinds of attention of successive layers, repeated until the last layer."""
 
     @field_validator("local_rope_theta")
