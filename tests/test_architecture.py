@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 #: Rooms of the foundation, lowest layer first. A module imports lower layers and its own; neighbours on one line too.
 LAYERS = {
     "d9d_core": (
-        {"errors", "interpreter", "trees", "types", "untrusted"},
+        {"errors", "interpreter", "trees", "types", "untrusted", "words"},
         {"config", "containment", "deferral", "health", "kernel", "metric", "peft", "schedule", "tensors"},
         {"accumulators", "cost", "data", "forward", "model", "plugin", "subscriber", "terminal", "tracker", "traits"},
         {"grid", "registry"},

@@ -87,7 +87,7 @@ def test_cores_commands_win_and_doctor_tells(
     assert out.count(" train ") == 1
     assert "Greets a user." not in out
     status, _, err = main("train", "no_such_job.yaml")
-    assert (status, err) == (2, "error: no_such_job.yaml: no such job file\n")
+    assert (status, err) == (2, "error: no_such_job.yaml: no such job file; to write one: d9d new job --help\n")
     status, out, _ = main("doctor")
     assert status == 1
     assert "no  command 'train' (acme-tools 1.0) is hidden by d9d's own" in out

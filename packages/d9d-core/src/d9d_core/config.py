@@ -41,6 +41,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from d9d_core.words import find
+
 __all__ = [
     "LoadsCode", "ModelConfig", "PathOrAddress", "PathText", "PluginConfig", "Resizable", "ScheduleConfig", "Section",
     "closest",
@@ -52,6 +54,8 @@ Location = tuple[int | str, ...]
 _LARGEST = 2**63 - 1
 #: Address after conversion by ``pathlib``, which drops a slash. Drives of Windows, of one letter, do not match.
 _ADDRESS_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+#: Similarity from which a field of the same section is a better hint than a word of another tool.
+_ALIKE = 0.75
 _NO_ADDRESS = "an address is not supported here; give a local path, such as one where the storage is mounted"
 
 
@@ -61,9 +65,15 @@ def dotted(location: Sequence[int | str]) -> str:
     return text.removeprefix(".")
 
 
-def closest(word: object, known: Iterable[str]) -> str | None:
-    """Known word that is most similar to ``word``; ``None`` if none is similar."""
-    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)), None)
+def closest(word: object, known: Iterable[str], similarity: float = 0.6) -> str | None:
+    """Known word that is most similar to ``word``; ``None`` if none is similar.
+
+    Args:
+        word: unknown word.
+        known: known words.
+        similarity: smallest similarity, from 0 for different words to 1 for equal ones.
+    """
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=similarity)), None)
 
 
 def line_error(kind: str, text: str, loc: tuple[int | str, ...] = (), value: Any = None) -> InitErrorDetails:
@@ -162,6 +172,8 @@ class Section(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",
     )
+    #: Whether this is a section of a job file, and not the job file itself.
+    _nested: ClassVar[bool] = True
 
     @model_validator(mode="wrap")
     @classmethod
@@ -182,12 +194,21 @@ class Section(BaseModel):
         kind, text, loc = line["type"], line["msg"], line["loc"]
         # Nested sections have already reworded their own lines, which have longer locations or our own error type.
         if kind == "extra_forbidden" and len(loc) == 1:
-            near = closest(loc[0], cls.model_fields)
-            hint = f"did you mean '{near}'?" if near else f"fields: {', '.join(cls.model_fields)}"
-            kind, text = "unknown_field", f"not a field of {cls._owner(info)}; {hint}"
+            kind, text = "unknown_field", f"not a field of {cls._owner(info)}; {cls._hint(str(loc[0]))}"
         elif kind == "missing" and len(loc) == 1:
             text = f"missing; {cls._owner(info)} needs it"
         return line_error(kind, text, loc, line["input"])
+
+    @classmethod
+    def _hint(cls, word: str) -> str:
+        """Hint for an unknown field; :mod:`d9d_core.job_file.hints` finds better ones in a whole job."""
+        similar = closest(word, cls.model_fields)
+        if similar and cls._nested and closest(word, [similar], _ALIKE):
+            return f"did you mean '{similar}'?"
+        row = find(word, ["field"], cls._nested)
+        if row and (cls._nested or row.section is None or row.section in cls.model_fields):
+            return row.hint(word)
+        return f"did you mean '{similar}'?" if similar else f"fields: {', '.join(cls.model_fields)}"
 
     @classmethod
     def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003 - plugins' configs use it

@@ -29,12 +29,17 @@ from d9d_core.cli.options import (
 from d9d_core.errors import D9dError
 from d9d_core.failures import describe
 
+DOCUMENTATION = (
+    "Documentation: docs/index.md of the repository; 'uv run mkdocs serve' shows it as a site. "
+    "docs/words.md lists the words of other tools, such as learning_rate, with d9d's."
+)
 app = typer.Typer(
     name="d9d",
     cls=PluginGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Distributed PyTorch training as an ecosystem of small plugins.",
+    epilog=DOCUMENTATION,
 )
 plugins = typer.Typer(no_args_is_help=True, help="List installed plugins and check that they load.")
 app.add_typer(plugins, name="plugins")

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 import typer.core
 
+from d9d_core.cli.hints import hints_added
 from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.containment import FOREIGN_FAILURES, exits_raised
 from d9d_core.errors import PluginError
@@ -24,6 +25,7 @@ from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import FOUNDATION, PluginPolicy
 from d9d_core.registry.registry import Registry
 from d9d_core.untrusted import visible
+from d9d_core.words import find
 
 
 class PluginGroup(typer.core.TyperGroup):
@@ -53,13 +55,15 @@ class PluginGroup(typer.core.TyperGroup):
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Command that the arguments select. For an unknown command, suggest similar names of plugins too.
+        """Command that the arguments select. For an unknown command, give d9d's command or similar names as a hint.
 
         Raises:
             click.UsageError: there is no such command.
         """
         name = args[0]
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing:
+            if row := find(name, ["command"]):
+                ctx.fail(f"No such command {name!r}; {row.hint(name)}.")
             known = (key.partition(" ")[0] for key in KnownPlugins.shipped().names("command"))
             names = {*self.list_commands(ctx), *known}
             if near := difflib.get_close_matches(name, sorted(names)):
@@ -68,7 +72,7 @@ class PluginGroup(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command. If a plugin tries to exit the process, raise an error that names the plugin."""
-        with exits_raised(), exits_are_errors(PluginError):
+        with exits_raised(), exits_are_errors(PluginError), hints_added():
             return super().invoke(ctx)
 
     def main(self, *args: Any, **settings: Any) -> Any:

@@ -22,9 +22,11 @@ from d9d_core.job_file.lookup import config_schema, load_config
 from d9d_core.plugin import CapabilitySpec, ConfiguredSpec, Ref, Spec
 from d9d_core.registry.collect import RefusedError, contained
 from d9d_core.registry.entries import Entry, shown
+from d9d_core.registry.hooks import KINDS
 from d9d_core.registry.policy import normalise
 from d9d_core.registry.registry import Registry
 from d9d_core.terminal.console import console_for
+from d9d_core.words import find
 
 
 def list_records(registry: Registry, as_json: bool) -> None:
@@ -65,7 +67,9 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
         return
     if not entries:
         names = ", ".join(sorted({entry.spec.key for entry in registry.entries()}))
-        raise PluginError(f"no record is called '{selector}'; names: {names}")
+        row = find(selector, [kind.name for kind in KINDS])
+        hint = f"{row.hint(selector)}; " if row else ""
+        raise PluginError(f"no record is called '{selector}'; {hint}names: {names}")
     if as_json:
         with redirect_stdout(sys.stderr):  # plugins may print when they are imported
             details = [_detail(entry) for entry in entries]

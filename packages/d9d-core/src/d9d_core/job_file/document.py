@@ -60,7 +60,7 @@ class Document:
         try:
             text = read_regular(path, MAX_BYTES, links).decode("utf-8")
         except FileNotFoundError:
-            raise JobError(f"{path}: no such job file") from None
+            raise JobError(f"{path}: no such job file; to write one: d9d new job --help") from None
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
         values, lines = reader(text, str(path))

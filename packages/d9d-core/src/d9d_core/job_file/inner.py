@@ -32,7 +32,7 @@ def choose(registry: Registry, kind: str, where: str, config: PluginConfig) -> C
 def _inside(section: Section, where: str) -> Iterator[tuple[str, str, PluginConfig]]:
     """Component configs that are fields of a section, with kind and field name; configs inside them are left out."""
     for name, field in type(section).model_fields.items():
-        kind = _kind((*field.metadata, field.annotation))
+        kind = kind_in((*field.metadata, field.annotation))
         yield from _found(getattr(section, name), f"{where}.{name}", kind)
 
 
@@ -50,11 +50,11 @@ def _found(value: Any, where: str, kind: str | None) -> Iterator[tuple[str, str,
             yield from _found(item, f"{where}.{name}", kind)
 
 
-def _kind(annotations: tuple[Any, ...]) -> str | None:
+def kind_in(annotations: tuple[Any, ...]) -> str | None:
     """Kind of component that a field's annotation names (:class:`Named`); ``None`` if it names none."""
     for annotation in annotations:
         if isinstance(annotation, Named):
             return annotation.kind
-        if kind := _kind((*getattr(annotation, "__metadata__", ()), *get_args(annotation))):
+        if kind := kind_in((*getattr(annotation, "__metadata__", ()), *get_args(annotation))):
             return kind
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -254,6 +254,8 @@ class Precision(Section):
 
 class BaseJob(Section):
     """Sections that jobs of every kind have: a model, data, and the layout over processes."""
+
+    _nested: ClassVar[bool] = False
 
     run: Run = Run()
     """Name and directory of the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,8 @@ from pydantic import ValidationError
 from d9d_core.config import Location, dotted
 from d9d_core.errors import JobError
 from d9d_core.job_file.document import Document
-from d9d_core.job_file.job import BaseJob
+from d9d_core.job_file.hints import field_hint, value_hint
+from d9d_core.job_file.job import BaseJob, JobConfig
 from d9d_core.job_file.sections.plugins import Plugins
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
@@ -26,6 +28,7 @@ _NAMES = {
     r"^\w[\w.-]*$": "a name has letters, digits and _, and after the first character also - and .",
     "^[a-z][a-z0-9_]*$": "a name has small letters, and after the first character also digits and _",
 }
+_MAPPING = "a mapping of fields"
 #: Most problems of a job that are printed; further ones are counted.
 _SHOWN = 50
 _LONG = 200
@@ -66,7 +69,7 @@ def validate_job(config_class: type[Config], document: Document, registry: Regis
     try:
         return config_class.model_validate(_values(document), context=context)
     except ValidationError as error:
-        job_error = _job_error(error, document)
+        job_error = _job_error(error, document, job=config_class, registry=registry)
         job_error.origin = next((origin for origin in context["origins"] if origin is not None), None)
         raise job_error from job_error.origin
 
@@ -85,14 +88,22 @@ def _values(document: Document) -> dict[str, Any]:
     return {**document.values, "plugins": {**section, "files": absolute} if isinstance(section, dict) else absolute}
 
 
-def _job_error(error: ValidationError, document: Document, prefix: Location = ()) -> JobError:
+def _job_error(
+    error: ValidationError,
+    document: Document,
+    prefix: Location = (),
+    job: type[BaseJob] = JobConfig,
+    registry: Registry | None = None,
+) -> JobError:
     problems = error.errors()
-    lines = [_line(line, document, prefix) for line in problems[:_SHOWN]]
+    lines = [_line(line, document, prefix, job, registry) for line in problems[:_SHOWN]]
     more = [f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []
     return JobError("\n".join([*lines, *more]))
 
 
-def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
+def _line(
+    line: Mapping[str, Any], document: Document, prefix: Location, job: type[BaseJob], registry: Registry | None
+) -> str:
     loc = (*prefix, *line["loc"])
     around = loc[:-1] if line["type"] == "missing" else loc  # the last part of a missing location is a field's name
     location = (*_location_in_file(around, document.values), *loc[len(around) :])
@@ -100,16 +111,28 @@ def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
     if line["type"] == "missing":
         field = _WRITTEN.get(Path(document.source).suffix.lower(), "{}:").format(location[-1])
         text = f"missing; add '{field}' " + (f"under '{dotted(location[:-1])}'" if location[1:] else _TO_JOB)
-    elif line["type"] not in ("unknown_field", "plugin", "not_named", "no_registry", "value_error"):
+    elif line["type"] == "unknown_field":
+        if hint := field_hint(location, job, document.values, registry):
+            text = f"{text.partition('; ')[0]}; {hint}"
+    elif line["type"] not in ("plugin", "not_named", "no_registry", "value_error"):
         # Job files have lists, which configs read as tuples.
         text = text.replace("a valid tuple", "a list").replace("Tuple should", "List should")
-        text = text.replace("a valid dictionary or object to extract fields from", "a mapping of fields")
+        text = re.sub("a valid dictionary or (object to extract fields from|instance of [A-Za-z]+)", _MAPPING, text)
         text = _NAMES.get(text.removeprefix("String should match pattern ").strip("'"), text)
         text = f"{text[0].lower()}{text[1:]}, got {_short(repr(line['input']))}"
+        if hint := _value_hint(line, location):
+            text += f"; {hint}"
     label = f"{dotted(location)}: " if location else ""
     if not location and (placed := document.placed(text)) != text:  # an error of the whole job that names its field
         return placed
     return f"{document.where(location, whole=line['type'] == 'value_error')}: {label}{text}"
+
+
+def _value_hint(line: Mapping[str, Any], location: Location) -> str | None:
+    value = line["input"]
+    if line["type"] in ("list_type", "tuple_type") and isinstance(value, str) and location:
+        return f"write {dotted(location)}: [{_short(value)}]"
+    return value_hint(location, value)
 
 
 def _short(text: str) -> str:

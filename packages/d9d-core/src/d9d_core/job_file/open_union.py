@@ -20,7 +20,9 @@ from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.errors import D9dError, JobError
 from d9d_core.job_file.lookup import load_config
 from d9d_core.registry.entries import Entry, shown
+from d9d_core.registry.hooks import KINDS
 from d9d_core.registry.registry import Registry
+from d9d_core.words import find
 
 __all__ = ["Named"]
 
@@ -61,11 +63,20 @@ class Named:
                 return self._found(fields, registry, context)
             if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
                 text = f"expected the name of a {self.kind}, or a mapping with 'name', not {value!r}"
+                text += self._hint(fields)
                 raise PydanticCustomError("not_named", "{text}", {"text": text})
             return self._resolve(fields, registry, context)
         except D9dError as error:
             context.setdefault("origins", []).append(error.origin)
             raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
+
+    def _hint(self, fields: object) -> str:
+        """Hint for the first field that is a word of another tool; empty if there is none."""
+        section = next((kind.section for kind in KINDS if kind.name == self.kind), None)
+        for word in fields if isinstance(fields, Mapping) else ():
+            if row := find(word, [f"field of {section}", "field of a component", "field"], nested=True):
+                return f"; '{word}': {row.hint(word)}"
+        return ""
 
     def _found(self, fields: Mapping[str, Any], registry: Registry, context: dict[str, Any]) -> PluginConfig:
         from d9d_core.job_file.found_model import find_model

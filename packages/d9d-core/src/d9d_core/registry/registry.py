@@ -16,6 +16,7 @@ from d9d_core.registry.entries import Entry, Origin, Problem, plugin_error
 from d9d_core.registry.hooks import KINDS
 from d9d_core.registry.known import KnownPlugins
 from d9d_core.registry.policy import FOUNDATION, normalise
+from d9d_core.words import Row, find
 
 __all__ = ["Registry"]
 
@@ -25,6 +26,12 @@ REFERENCE = "reference"
 _LONGEST = 200
 #: Component kind -> its counterpart in the other job type, and the command that runs such jobs; for hints in errors.
 _OTHER_JOBS = {"task": ("inference task", "d9d infer"), "inference task": ("task", "d9d train")}
+
+#: Component kind -> how a job file names a directory or a file, for a name with slashes or dots.
+_AS_FILES = {
+    "model": "for a directory of weights write model: {pretrained: DIRECTORY}",
+    "dataset": "for files write data: {name: text, sources: [FILE], sequence_length: N}",
+}
 
 
 class Registry:
@@ -173,7 +180,8 @@ class Registry:
         if absent and home == known:
             raise PluginError(f"{kind} '{name}' comes from {home}; install it with: pip install {home}")
         if absent:
-            raise PluginError(f"no plugin '{distribution}' is installed; {self._offers(kind, name)}")
+            as_file = f"{_AS_FILES[kind]}; " if kind in _AS_FILES else ""
+            raise PluginError(f"no plugin '{distribution}' is installed; {as_file}{self._offers(kind, name)}")
         raise PluginError(self._unknown(kind, name, home, broken))
 
     def _offers(self, kind: str, name: str) -> str:
@@ -198,17 +206,35 @@ class Registry:
         other, command = _OTHER_JOBS.get(kind, (None, ""))
         if other and name in self._table[other]:
             return f"{text}: the name belongs to another kind, {other}; run jobs with it by: {command}"
-        if not names and not home and not broken and not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        row = find(name.removeprefix(op), [kind])
+        is_similar = row or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        if not names and not home and not broken and not is_similar:
             return f"{text}: no installed plugin offers a {kind}{self._sources(kind, known)}"
         near = difflib.get_close_matches(name, sorted({*names, *known}), n=1, cutoff=0.6)
-        if near and near[0] in names:
+        if row:
+            text += f"; {_told(row, name, op, names, known)}"
+        elif kind in _AS_FILES and "." in name:
+            text += f"; {_AS_FILES[kind]}"
+        elif near and near[0] in names:
             text += f"; did you mean {' or '.join(str(entry) for entry in names[near[0]])}?"
         elif near:
             text += f"; did you mean '{near[0]}' (pip install {known[near[0]]})?"
-        text += f"{'' if near else ';'} installed: {', '.join(sorted(names)) or 'none'}"
+        text += f"{'' if text.endswith('?') else ';'} installed: {', '.join(sorted(names)) or 'none'}"
         if broken:
             text += f"; not loaded: {'; '.join(str(problem) for problem in broken)}"
         return text
+
+
+def _told(row: Row, name: str, op: str, names: Mapping[str, Sequence[Entry]], known: Mapping[str, str]) -> str:
+    """Hint for a name of another tool, with the distribution that offers the component of d9d."""
+    ours = f"{op}{row.ours}"
+    if ours in names:
+        home = " or ".join(str(entry.origin) for entry in names[ours])
+    elif ours in known:
+        home = f"pip install {known[ours]}"
+    else:
+        return row.hint(name)
+    return f"d9d calls it '{row.ours}' ({home})" + (f": {row.note}" if row.note else "")
 
 
 def _distribution(entry: Entry) -> str:

@@ -1,0 +1,83 @@
+"""Writes docs/words.md: words of other training tools, each with the word of d9d.
+
+    uv run python tools/word_page.py           write the page
+    uv run python tools/word_page.py --check   exit with 1 if it is out of date
+
+The words come from d9d-core's table ``words.json``, which also gives the hints of error messages.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from d9d_core.registry.hooks import KINDS
+from d9d_core.words import ANY, Row, topics
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "words.md"
+HEAD = """# Words of other tools
+
+Words of other training tools, each with the word of d9d. An error message about one of these words gives the same hint,
+whether the word is in a job file, in `--set`, or a command. Upper and lower case make no difference there, nor do `-`
+and `_`. The pages [job file](job-file.md) and [fields of components](fields.md) describe the fields of d9d; the
+[glossary](glossary.md) describes concepts. Written by `tools/word_page.py` from `words.json` of
+[d9d-core](../packages/d9d-core/README.md).
+"""
+
+
+def page() -> str:
+    """Text of the page."""
+    found = list(topics())
+    names = ", ".join(f"[{topic}](#{_anchor(topic)})" for topic, _ in found)
+    lines = [HEAD, f"Topics: {names}.\n"]
+    for topic, rows in found:
+        lines += [f"## {topic}\n", "| elsewhere | d9d | tools |", "|---|---|---|"]
+        lines += [f"| {_elsewhere(row)} | {_ours(row)} | {', '.join(row.tools)} |" for row in rows]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _anchor(topic: str) -> str:
+    return topic.lower().replace(",", "").replace(" ", "-")
+
+
+def _elsewhere(row: Row) -> str:
+    """Spellings, after the place where they are typed unless that is any section of the job file."""
+    place, _, of = row.at.partition(" of ")
+    words = ", ".join(f"`{word}`" for word in row.words)
+    if row.at == "command":
+        return ", ".join(f"`d9d {word}`" for word in row.words)
+    if row.at == "option":
+        return ", ".join(f"`--{word}`" for word in row.words)
+    if place == "value":
+        return f"value of `{of}`: {'any text or number' if row.words == (ANY,) else words}"
+    if row.at == "field":
+        return words
+    if place == "field":
+        return f"field of {of if ' ' in of else f'`{of}`'}: {words}"
+    return f"name in `{next(kind.section for kind in KINDS if kind.name == row.at)}`: {words}"
+
+
+def _ours(row: Row) -> str:
+    note = row.note.replace("|", "\\|").replace("<", "&lt;")
+    if row.ours is None:
+        return f"none: {note}"
+    ours = f"`{row.ours}`".replace("|", "\\|")
+    return f"{ours}; {note}" if note else ours
+
+
+def main() -> None:
+    """Write or check the page."""
+    if set(sys.argv[1:]) - {"--check"}:
+        raise SystemExit(__doc__)
+    text = page()
+    if "--check" in sys.argv[1:]:
+        if not PAGE.is_file() or text != PAGE.read_text("utf-8"):
+            raise SystemExit("docs/words.md is out of date; run: uv run python tools/word_page.py")
+        return
+    PAGE.write_text(text, "utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()
