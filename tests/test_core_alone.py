@@ -104,9 +104,13 @@ def test_what_is_missing_is_named_with_its_install_line(alone: dict[str, str]) -
     for name, package in (("qwen3", "d9d-qwen3"), ("text", "d9d-data"), ("adamw", "d9d-optim")):
         assert re.search(rf"'{name}' comes from {package}; install it with: pip install {package}$", err, re.MULTILINE)
     homes = {"train": "engine", "explain": "engine", "state": "weights", "plan": "planner", "infer": "inference"}
-    for command, home in (homes | {"runs": "reports", "verify": "verify", "new": "testing"}).items():
+    for command, home in (homes | {"runs": "reports", "verify": "verify", "profile": "planner"}).items():
         assert run(alone, command, "job.yaml")[2] == (
             f"error: command '{command}' comes from d9d-{home}; install it with: pip install d9d-{home}\n"
+        )
+    for second, home in (("job", "data"), ("plugin", "testing")):
+        assert run(alone, "new", second)[2] == (
+            f"error: command 'new {second}' comes from d9d-{home}; install it with: pip install d9d-{home}\n"
         )
 
 
