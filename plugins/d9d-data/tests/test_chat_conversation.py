@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from d9d_core.errors import DataError
-from d9d_data.chat.conversation import call_names, read_conversation, text_of
+from d9d_data.chat.conversation import call_names, text_of
+from d9d_data.chat.formats import read_conversation
 
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
@@ -67,10 +68,14 @@ def one(**message: Any) -> dict[str, Any]:
     [
         ("text", "t:1 is a string, not an object; write one such as"),
         (None, "t:1 is null, not an object"),
-        ({"text": "a", "id": 1}, r"neither a field 'messages' nor .* \(it has text, id\); write records such as"),
+        (
+            {"text": "a", "id": 1},
+            r"fields of no known format \(it has text, id\); .* 'format: {user:",
+        ),
         ({"messages": None}, r"\(it has none\)"),
         ({"prompt": "a"}, r"\(it has prompt\)"),
         ({"messages": "Hi"}, "t:1: messages is a string, not a list"),
+        ({"messages": "[Hi"}, "t:1: messages is a string that is not JSON"),
         ({"messages": {"role": "user"}}, "messages is an object, not a list"),
         ({"messages": []}, "messages is empty; leave the record out"),
         ({"messages": HELLO[:1]}, "messages has no assistant message, so there is nothing to train on"),

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import tokenizers
 from d9d_core.errors import DataError
-from d9d_data.chat.conversation import Conversation, read_conversation
+from d9d_data.chat.conversation import Conversation
 from d9d_data.chat.encode import ChatTokenizer, encode, is_trainable, truncate
+from d9d_data.chat.formats import read_conversation
 from d9d_data.chat.template import ChatTemplate
 from d9d_data.corpus.fit import Limit
 from d9d_data.tokenizer.byte_level import train_bpe

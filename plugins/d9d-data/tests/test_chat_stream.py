@@ -13,7 +13,7 @@ import pytest
 import torch
 from d9d_core.data import DataContext
 from d9d_core.errors import DataError
-from d9d_data.chat.conversation import read_conversation
+from d9d_data.chat.formats import read_conversation
 from d9d_data.config import ChatConfig
 from d9d_data.stream.binned import BinStream
 from d9d_data.stream.bins import best_fit, cut_pieces, pack_bins

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import tokenizers
 from d9d_core.errors import DataError
-from d9d_data.chat.conversation import Conversation, read_conversation
+from d9d_data.chat.conversation import Conversation
 from d9d_data.chat.encode import ChatTokenizer, encode
+from d9d_data.chat.formats import read_conversation
 from d9d_data.chat.mask import find_replies
 from d9d_data.chat.template import ChatTemplate
 from tokenizers import decoders, models, pre_tokenizers

@@ -25,7 +25,7 @@ PREPARED = {
     "shuffle": True, "workers": 0, "preparation_workers": None, "tokenizer": None,
 }  # fmt: skip
 PADDED = {"bucket_window": None, "pad_multiple": 8, "too_long": "cut_end"}
-OF_MODEL = {"template_arguments": {}, "tool_arguments": "parse"}
+OF_MODEL = {"template_arguments": {}, "tool_arguments": "parse", "format": None}
 
 
 @pytest.mark.parametrize(

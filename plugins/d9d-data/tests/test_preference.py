@@ -139,8 +139,7 @@ def test_a_quoted_special_token_ends_no_turn(model: Path, stream: Open) -> None:
         ({"prompt": "a", "chosen": "b"}, r"has no field 'rejected' \(it has prompt, chosen\)"),
         ({"prompt": "a", "chosen": [said("assistant", "b")], "rejected": [said("user", "c")]},
          "rejected has no assistant message"),
-        ({"chosen": "ab", "rejected": "cd"}, "have no common beginning"),
-        ({"chosen": "ab", "rejected": [said("assistant", "c")]}, "two strings or two lists of messages"),
+        ({"chosen": "ab", "rejected": "ac"}, "has no field 'prompt' .* are read as prompt"),
         (pair("a" * 60, "b", "c"), "no token of chosen is left in 65 tokens, as its prompt has"),
         (pair("a", "b" * 60 + "c", "b" * 60 + "d"), "are equal in the 65 tokens that are kept"),
         ({"prompt": "a", "chosen": [], "rejected": [said("assistant", "c")]}, "chosen is empty"),
@@ -157,6 +156,18 @@ def test_what_is_no_pair_is_refused_with_its_place_or_skipped(
     reader = stream(good, record, malformed="skip", notes=notes)
     assert (reader.facts["samples"], reader.facts["skipped"]) == (1, 1)
     assert any(note.startswith("left out 1 malformed pairs; the first: ") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"chosen": "ab", "rejected": "cd"}, "have no common beginning"),
+        ({"chosen": "ab", "rejected": [said("assistant", "c")]}, "two strings or two lists of messages"),
+    ],
+)
+def test_sides_without_a_prompt_have_a_common_beginning(stream: Open, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"pairs.jsonl:1:? .*{message}"):
+        stream(record)
 
 
 @pytest.mark.thorough

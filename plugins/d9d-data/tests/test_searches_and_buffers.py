@@ -14,9 +14,9 @@ from d9d_data.chat.conversation import (
     call_names,
     has_string_arguments,
     join_conversation,
-    read_conversation,
     text_of,
 )
+from d9d_data.chat.formats import read_conversation
 from d9d_data.chat.preference import _common
 from d9d_data.cli.commands import app
 from d9d_data.library.bucketing import BufferSortedDataset, sorted_packs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from d9d_core.config import PathOrAddress, PathText, PluginConfig, Section, closest
 from d9d_core.data import SampleLengths
@@ -208,18 +208,126 @@ class ModelTextConfig(PaddedConfig):
     """Most positions of a sample."""
 
 
+#: Roles of messages; the content of a ``function_call`` is a tool call of the assistant as JSON.
+Role = Literal["system", "developer", "user", "assistant", "tool", "function_call"]
+
+
+class MessageFormat(Section):
+    """Keys and roles of the messages in records."""
+
+    role: str = Field(default="role", min_length=1)
+    """Key of a message's role."""
+    content: str = Field(default="content", min_length=1)
+    """Key of a message's text."""
+    roles: dict[str, Role] = {}
+    """Roles by their names in the records, such as ``{customer: user, agent: assistant}``; a role that has its usual
+    name needs no entry. ``function_call`` is a message of the assistant whose text is a tool call as JSON."""
+    system: str | None = Field(default=None, min_length=1)
+    """Field of a system message; a record may lack it."""
+    tools: str = Field(default="tools", min_length=1)
+    """Field of the tools; a record may lack it."""
+
+    @field_validator("roles", mode="before")
+    @classmethod
+    def _known_roles(cls, roles: Any) -> Any:
+        known = get_args(Role)
+        for name, role in roles.items() if isinstance(roles, Mapping) else ():
+            if role not in known:
+                near = closest(role, known)
+                hint = f"did you mean '{near}'?" if near else f"use one of {', '.join(known)}"
+                raise ValueError(f"{name}: unknown role {str(role)[:80]!r}; {hint}")
+        return roles
+
+
+class ChatFormat(MessageFormat):
+    """Fields of conversations: a list of messages, or a text of the user and one of the assistant."""
+
+    messages: str | None = Field(default=None, min_length=1)
+    """Field of a list of messages."""
+    user: str | None = Field(default=None, min_length=1)
+    """Field of the user's text, or of a list of messages that are given and not learned."""
+    context: str | None = Field(default=None, min_length=1)
+    """Field of a text that follows the user's on a new line; a record may lack it."""
+    history: str | None = Field(default=None, min_length=1)
+    """Field of a list of earlier turns, each a pair of a user's and an assistant's text; a record may lack it."""
+    assistant: str | None = Field(default=None, min_length=1)
+    """Field of the assistant's text, or of a list of messages."""
+
+    @model_validator(mode="after")
+    def _fields_fit_each_other(self) -> Self:
+        turns = {name: getattr(self, name) for name in ("user", "context", "history", "assistant")}
+        given = [name for name, field in turns.items() if field is not None]
+        if self.messages is not None and given:
+            raise ValueError(f"{given[0]} does not go with messages; name a list of messages, or user and assistant")
+        if self.messages is None and (self.user is None or self.assistant is None):
+            raise ValueError("name the field of a list of messages in messages, or two fields in user and assistant")
+        if self.user is not None and self.user == self.assistant:
+            raise ValueError(f"user and assistant are both '{self.user}'; name two fields")
+        return self
+
+
+class PreferenceFormat(MessageFormat):
+    """Fields of preference pairs."""
+
+    prompt: str | None = Field(default=None, min_length=1)
+    """Field of the prompt: a text that is used unchanged, or a list of messages; by default the common beginning of
+    both completions."""
+    user: str | None = Field(default=None, min_length=1)
+    """Field of the user's text, which the chat template renders, instead of ``prompt``."""
+    context: str | None = Field(default=None, min_length=1)
+    """Field of a text that follows the user's on a new line; a record may lack it."""
+    chosen: str = Field(default="chosen", min_length=1)
+    """Field of the preferred completion: a text, a message, or a list of messages."""
+    rejected: str = Field(default="rejected", min_length=1)
+    """Field of the other completion."""
+
+    @model_validator(mode="after")
+    def _fields_fit_each_other(self) -> Self:
+        if self.prompt is not None and self.user is not None:
+            raise ValueError("prompt and user exclude each other; name one")
+        if self.context is not None and self.user is None:
+            raise ValueError("context has no effect without user")
+        if self.chosen == self.rejected:
+            raise ValueError(f"chosen and rejected are both '{self.chosen}'; name two fields")
+        return self
+
+
+#: Names of the formats of conversations and of preference pairs.
+ChatFormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "question_answer"]
+PreferenceFormatName = Literal["prompt", "question", "instruction", "sharegpt", "dialogues"]
+
+
+def _known_format(value: Any, names: tuple[str, ...], example: str) -> Any:
+    """Return the value of a field ``format``; raise if it is neither a known name nor a mapping."""
+    if isinstance(value, str) and value not in names:
+        near = closest(value, names)
+        hint = f"did you mean '{near}'?" if near else f"use one of {', '.join(names)}, or name fields: {example}"
+        raise ValueError(f"unknown format {value[:80]!r}; {hint}")
+    if not isinstance(value, str | Mapping | MessageFormat | None):
+        raise ValueError(f"use one of {', '.join(names)}, or name fields: {example}")  # noqa: TRY004
+    return value
+
+
 class ChatConfig(ModelTextConfig):
     """Dataset of conversations, rendered by the chat template; by default the assistant's tokens are learned."""
 
     name: Literal["chat"] = "chat"
     """Selects the plugin."""
     sources: tuple[PathOrAddress, ...]
-    """Structured files, as for ``text``: records with ``messages`` (and ``tools``) or ``prompt`` and ``completion``."""
+    """Structured files, as for ``text``; all records have the fields of one format."""
+    format: ChatFormatName | ChatFormat | None = None
+    """Format of the records: a name, or a mapping that names their fields, such as ``{user: question, assistant:
+    answer}`` or ``{messages: dialogue, role: speaker, content: text}``; by default found by the first record."""
     loss: Literal["assistant", "last_turn", "all"] = "assistant"
     """Tokens to learn: all that the assistant writes, only its last turn, or all tokens of the conversation."""
     packing: Literal["none", "concat", "best_fit"] = "none"
     """``none``: one conversation per sample; ``concat``: samples cut from all conversations joined; ``best_fit``: whole
     conversations (best-fit decreasing). Attention stays within a conversation."""
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _known_format(cls, value: Any) -> Any:
+        return _known_format(value, get_args(ChatFormatName), "{user: question, assistant: answer}")
 
     @property
     def packs_documents(self) -> bool:
@@ -238,10 +346,17 @@ class PreferenceConfig(ModelTextConfig):
     name: Literal["preference"] = "preference"
     """Selects the plugin."""
     sources: tuple[PathOrAddress, ...]
-    """Structured files, as for ``text``: records with ``chosen``, ``rejected`` and optional ``prompt`` and
-    ``tools``."""
+    """Structured files, as for ``text``; all records have the fields of one format."""
+    format: PreferenceFormatName | PreferenceFormat | None = None
+    """Format of the records: a name, or a mapping that names their fields, such as ``{user: question, chosen: better,
+    rejected: worse}``; by default found by the first record."""
     sequence_length: int = Field(ge=1)
     """Most positions of each text of a pair: the prompt and one completion."""
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _known_format(cls, value: Any) -> Any:
+        return _known_format(value, get_args(PreferenceFormatName), "{user: question, chosen: a, rejected: b}")
 
     @property
     def sample_lengths(self) -> SampleLengths:

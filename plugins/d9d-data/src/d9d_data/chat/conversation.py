@@ -11,6 +11,8 @@ from d9d_core.config import closest
 from d9d_core.errors import DataError
 from d9d_core.untrusted import parse_json
 
+from d9d_data.config import MessageFormat
+
 #: Roles of messages.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: Keys of reasoning in data sets. Most templates read the first, the template of gpt-oss reads the second.
@@ -18,7 +20,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 Message = Mapping[str, Any]
 #: Treatment of tool arguments that are JSON strings, as ``data.tool_arguments`` names it.
 ToolArguments = Literal["parse", "keep"]
-_SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+#: Keys of a message in the format ``messages``.
+KEYS = MessageFormat()
+_CALL = '{"name": "...", "arguments": {}}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +57,14 @@ class Conversation:
         return max((self.prompt, *(index + 1 for index in users)))
 
 
-def read_conversation(record: object, where: str, arguments: ToolArguments = "keep") -> Conversation:
-    """Make a conversation of a record with ``messages``, or with ``prompt`` and ``completion``; ``tools`` are optional.
-
-    ``messages`` takes precedence over ``prompt`` and ``completion``. An empty list of tools counts as no tools.
-
-    Args:
-        record: parsed JSON.
-        where: name of the record in error messages, such as ``train.jsonl:17``.
-        arguments: treatment of tool arguments that are JSON strings.
-
-    Raises:
-        DataError: the record is not a conversation; the error shows the expected form.
-    """
-    if not isinstance(record, Mapping):
-        raise DataError(f"{where} is {_kind(record)}, not an object; write one such as {_SHAPE}")
-    if record.get("messages") is not None:
-        messages = _messages(record["messages"], f"{where}: messages", arguments)
-        return _checked(Conversation(messages, _tools(record.get("tools"), where), 0, where), "messages")
-    if record.get("prompt") is not None and record.get("completion") is not None:
-        prompt, completion, tools = record["prompt"], record["completion"], record.get("tools")
-        return join_conversation(prompt, completion, "completion", tools, where, arguments)
-    fields = ", ".join(str(key) for key, value in record.items() if value is not None) or "none"
-    raise DataError(
-        f"{where} has neither a field 'messages' nor the fields 'prompt' and 'completion' (it has {fields}); "
-        f"write records such as {_SHAPE}"
-    )
-
-
 def join_conversation(
-    prompt: object, completion: object, name: str, tools: object, where: str, arguments: ToolArguments = "keep"
+    prompt: object,
+    completion: object,
+    name: str,
+    tools: object,
+    where: str,
+    arguments: ToolArguments = "keep",
+    asked: str = "prompt",
 ) -> Conversation:
     """Make a conversation of a prompt and its completion.
 
@@ -93,17 +75,26 @@ def join_conversation(
         tools: list of JSON schemas, as a string or parsed, or None.
         where: name of the record in error messages.
         arguments: treatment of tool arguments that are JSON strings.
+        asked: field of the prompt, for error messages.
 
     Raises:
         DataError: a part is malformed, or the completion has no assistant message.
     """
-    before = _side(prompt, "user", f"{where}: prompt", arguments)
-    messages = before + _side(completion, "assistant", f"{where}: {name}", arguments)
-    return _checked(Conversation(messages, _tools(tools, where), len(before), where), name)
+    before = messages_in(prompt, "user", f"{where}: {asked}", arguments)
+    messages = before + messages_in(completion, "assistant", f"{where}: {name}", arguments)
+    return checked(Conversation(messages, tools_in(tools, where), len(before), where), name)
 
 
-def _checked(conversation: Conversation, place: str) -> Conversation:
-    """Return the conversation; raise if it has no assistant message to train on."""
+def checked(conversation: Conversation, place: str) -> Conversation:
+    """Return the conversation.
+
+    Args:
+        conversation: conversation to check.
+        place: field of the messages, for the error message.
+
+    Raises:
+        DataError: it has no assistant message to train on.
+    """
     if not conversation.replies:
         raise DataError(
             f"{conversation.where}: {place} has no assistant message, so there is nothing to train on; "
@@ -159,45 +150,110 @@ def _object_in(value: object) -> object:
     return found if isinstance(found, dict) else value
 
 
-def _side(value: object, role: str, where: str, arguments: ToolArguments) -> tuple[Message, ...]:
-    """Messages of a prompt or a completion; a string becomes one message of the role."""
-    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, arguments)
+def messages_in(
+    value: object, role: str, where: str, arguments: ToolArguments, keys: MessageFormat = KEYS
+) -> tuple[Message, ...]:
+    """Messages of a field: of a string one message of a role, of a list its messages.
+
+    Args:
+        value: string or list of messages.
+        role: role of a string.
+        where: place of the field in error messages, such as ``train.jsonl:17: prompt``.
+        arguments: treatment of tool arguments that are JSON strings.
+        keys: keys of the messages of a list, and names of their roles.
+
+    Raises:
+        DataError: a message is malformed.
+    """
+    if isinstance(value, str):
+        return (_message({"role": role, "content": value}, where, KEYS),)
+    return messages_of(value, where, arguments, keys)
 
 
-def _messages(value: object, where: str, arguments: ToolArguments) -> tuple[Message, ...]:
+def messages_of(value: object, where: str, arguments: ToolArguments, keys: MessageFormat = KEYS) -> tuple[Message, ...]:
+    """Messages of a list; the list may be a string of JSON, as in a CSV file. See :func:`messages_in`.
+
+    Raises:
+        DataError: the value is no list of messages, or a message is malformed.
+    """
+    value = list_in(value, where)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise DataError(f"{where} is {_kind(value)}, not a list; write {_SHAPE}")
+        raise DataError(f"{where} is {kind_of(value)}, not a list; write [{_shape(keys)}, ...]")
     if not value:
         raise DataError(f"{where} is empty; leave the record out")
-    messages = (_message(message, f"{where}[{index}]") for index, message in enumerate(value))
+    messages = (_message(message, f"{where}[{index}]", keys) for index, message in enumerate(value))
     return tuple(map(_parsed, messages)) if arguments == "parse" else tuple(messages)
 
 
-def _message(value: object, where: str) -> Message:
+def list_in(value: object, where: str) -> object:
+    """Value of a field that holds a list, parsed if it is a string of JSON.
+
+    Raises:
+        DataError: the string begins like a list, but is not JSON.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return parse_json(value.encode(errors="replace"))
+    except ValueError as error:
+        raise DataError(f"{where} is a string that is not JSON ({error}); give a list") from error
+
+
+def _shape(keys: MessageFormat) -> str:
+    """Message in JSON, for error messages."""
+    role = next((name for name, role in keys.roles.items() if role == "user"), "user")
+    return f'{{"{keys.role}": "{role}", "{keys.content}": "..."}}'
+
+
+def _message(value: object, where: str, keys: MessageFormat) -> Message:
     if not isinstance(value, Mapping):
-        raise DataError(f'{where} is {_kind(value)}, not an object; write {{"role": "user", "content": "..."}}')
-    message = {str(key): item for key, item in value.items() if item is not None}
-    role = message.get("role")
-    if role is None:
-        fields = ", ".join(message) or "none"
-        raise DataError(f"{where} has no field 'role' (it has {fields}); use one of {', '.join(ROLES)}")
-    if role not in ROLES:
-        near = closest(role, ROLES)
-        hint = f"did you mean '{near}'?" if near else f"use one of {', '.join(ROLES)}"
-        raise DataError(f"{where} has the unknown role {str(role)[:80]!r}; {hint}")
+        raise DataError(f"{where} is {kind_of(value)}, not an object; write {_shape(keys)}")
+    named = {keys.role: "role", keys.content: "content"}
+    unused = {"role", "content"} - named.keys()
+    message = {
+        named.get(str(key), str(key)): item for key, item in value.items() if item is not None and key not in unused
+    }
+    own = message.get("role")
+    known = list(dict.fromkeys([*keys.roles, *ROLES]))
+    if own is None:
+        fields = ", ".join(str(key) for key, item in value.items() if item is not None) or "none"
+        raise DataError(f"{where} has no field '{keys.role}' (it has {fields}); use one of {', '.join(known)}")
+    role = message["role"] = keys.roles.get(own, own) if isinstance(own, str) else own
+    if own not in known:
+        near = closest(own, known)
+        hint = f"did you mean '{near}'?" if near else f"use one of {', '.join(known)}"
+        raise DataError(f"{where} has the unknown role {str(own)[:80]!r}; {hint}")
+    if role == "function_call":
+        message, role = _calling(message, f"{where}.{keys.content}"), "assistant"
     for key in REASONING:
         if not isinstance(message.get(key, ""), str):
-            raise DataError(f"{where}.{key} is {_kind(message[key])}; give a string")
-    _check_content(message, where)
+            raise DataError(f"{where}.{key} is {kind_of(message[key])}; give a string")
+    _check_content(message, f"{where}.{keys.content}")
     _check_calls(message, where)
     _check_weight(message, where)
     if not text_of(message).strip() and role in ("user", "assistant"):
         if role == "user" or not (message.get("tool_calls") or _reasons(message)):
             also = "" if role == "user" else " and neither tool calls nor reasoning"
-            raise DataError(f"{where} of the {role} has empty content{also}; fill it or leave the record out")
+            raise DataError(f"{where} of the {own} has empty content{also}; fill it or leave the record out")
     elif "content" not in message and role != "assistant":
-        raise DataError(f"{where} of role '{role}' has no field 'content' (it has {', '.join(message)}); give a string")
+        fields = ", ".join(map(str, value))
+        raise DataError(f"{where} of role '{own}' has no field '{keys.content}' (it has {fields}); give a string")
     return message
+
+
+def _calling(message: Message, where: str) -> dict[str, Any]:
+    """Message of the assistant with the tool calls that the content of another message holds as JSON."""
+    value = message.get("content")
+    if isinstance(value, str):
+        try:
+            value = parse_json(value.encode(errors="replace"))
+        except ValueError as error:
+            raise DataError(f"{where} is no tool call in JSON ({error}); write {_CALL}") from error
+    calls: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(f"{where} is no tool call with a name; write {_CALL}")
+    functions = [{"type": "function", "function": dict(call)} for call in calls]
+    return {**message, "role": "assistant", "content": "", "tool_calls": functions}
 
 
 def _check_content(message: Message, where: str) -> None:
@@ -205,12 +261,12 @@ def _check_content(message: Message, where: str) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list | tuple):
-        raise DataError(f"{where}.content is {_kind(content)}; give a string, or a list of text parts")
+        raise DataError(f"{where} is {kind_of(content)}; give a string, or a list of text parts")
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+        kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
         if kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(
-                f"{where}.content[{index}] is not text ({str(kind)[:80]}); only parts such as "
+                f"{where}[{index}] is not text ({str(kind)[:80]}); only parts such as "
                 '{"type": "text", "text": "..."} can be trained on'
             )
 
@@ -218,7 +274,7 @@ def _check_content(message: Message, where: str) -> None:
 def _check_calls(message: Message, where: str) -> None:
     calls = message.get("tool_calls", ())
     if not isinstance(calls, list | tuple):
-        raise DataError(f"{where}.tool_calls is {_kind(calls)}, not a list; write one object for each call")
+        raise DataError(f"{where}.tool_calls is {kind_of(calls)}, not a list; write one object for each call")
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -243,24 +299,33 @@ def _reasons(message: Message) -> bool:
     return any(message.get(key) for key in REASONING)
 
 
-def _tools(value: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
+def tools_in(value: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
+    """Tools of a field, parsed if they are a string of JSON; ``None`` if there are none.
+
+    Args:
+        value: list of JSON schemas, a string of such a list, or ``None``.
+        where: name of the record in error messages.
+
+    Raises:
+        DataError: the value is no list of JSON schemas.
+    """
     if isinstance(value, str):
         try:
-            value = parse_json(value.encode()) if value.strip() else None
+            value = parse_json(value.encode(errors="replace")) if value.strip() else None
         except ValueError as error:
             raise DataError(f"{where}: tools is a string that is not JSON ({error}); give a list") from error
     if value is None:
         return None
     if not isinstance(value, list | tuple):
-        raise DataError(f"{where}: tools is {_kind(value)}, not a list; give a list of JSON schemas")
+        raise DataError(f"{where}: tools is {kind_of(value)}, not a list; give a list of JSON schemas")
     for index, tool in enumerate(value):
         if not isinstance(tool, Mapping):
-            raise DataError(f"{where}: tools[{index}] is {_kind(tool)}, not an object; give JSON schemas")
+            raise DataError(f"{where}: tools[{index}] is {kind_of(tool)}, not an object; give JSON schemas")
     return tuple(value) or None
 
 
-def _kind(value: object) -> str:
-    """Name of a value's type in JSON, such as ``a list``, for error messages."""
+def kind_of(value: object) -> str:
+    """Type of a value in terms of JSON."""
     if value is None:
         return "null"
     names = {

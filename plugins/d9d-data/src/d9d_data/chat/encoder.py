@@ -9,9 +9,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from d9d_data.chat.conversation import ToolArguments, has_string_arguments, read_conversation
+from d9d_data.chat.conversation import ToolArguments, has_string_arguments
 from d9d_data.chat.encode import ChatTokenizer, Loss, encode_weighted, is_trainable, strings_in, truncate
+from d9d_data.chat.formats import read_conversation
 from d9d_data.chat.template import ChatTemplate
+from d9d_data.config import ChatFormat
 from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
 from d9d_data.corpus.fit import Limit, Policy
 from d9d_data.sources.document import Piece
@@ -32,6 +34,7 @@ class ChatEncoder:
         longest: maximum number of tokens of a sample.
         too_long: treatment of longer conversations.
         tool_arguments: treatment of tool arguments that are JSON strings.
+        format: format of the records; ``None`` if each record shows its own.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {"weights": np.bool_, "scales": np.float32}
@@ -44,6 +47,7 @@ class ChatEncoder:
         longest: int,
         too_long: Policy,
         tool_arguments: ToolArguments = "parse",
+        format: ChatFormat | None = None,  # noqa: A002 - the name of the config's field
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer = ChatTokenizer.of(tokenizer)
@@ -51,6 +55,7 @@ class ChatEncoder:
         self._tool_arguments = tool_arguments
         self._template = template
         self._loss = loss
+        self._format = format
         self._limit = Limit(longest, too_long)
 
     @classmethod
@@ -64,8 +69,9 @@ class ChatEncoder:
         """
         rest = dict(settings)
         assert file is not None
+        fields = rest.pop("format", None)
         template = ChatTemplate.load(file, arguments=rest.pop("arguments"))
-        return cls(tokenizer, template, **rest)
+        return cls(tokenizer, template, **rest, format=ChatFormat(**fields) if isinstance(fields, dict) else None)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
         """Encode conversations; reject records that are malformed or that the template refuses."""
@@ -73,7 +79,7 @@ class ChatEncoder:
 
     def _sample(self, record: Record) -> Sample | Dropped:
         where = str(record.place)
-        conversation = read_conversation(record.values, where, self._tool_arguments)
+        conversation = read_conversation(record.values, where, self._tool_arguments, self._format)
         quoted = self._texts.quoted
         whole = encode_weighted(conversation, self._template, self._tokenizer, self._loss, quoted)
         kept = truncate(*whole, self._limit, where)

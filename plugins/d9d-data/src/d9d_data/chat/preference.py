@@ -16,13 +16,23 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.errors import DataError
 
-from d9d_data.chat.conversation import ToolArguments, has_string_arguments, join_conversation
+from d9d_data.chat.conversation import (
+    KEYS,
+    ToolArguments,
+    has_string_arguments,
+    join_conversation,
+    list_in,
+    messages_of,
+)
 from d9d_data.chat.encode import ChatTokenizer, Weights, encode, encode_prompt, is_trainable, strings_in, truncate
+from d9d_data.chat.formats import PREFERENCE_FORMATS, alone, check_fields, system_message, user_messages
 from d9d_data.chat.template import ChatTemplate
+from d9d_data.config import PreferenceFormat
 from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
 from d9d_data.corpus.fit import Limit, Policy
 from d9d_data.sources.document import Piece
 from d9d_data.sources.place import Record, Reject
+from d9d_data.sources.records import value_in
 from d9d_data.tokenizer.base import Ids, TextTokenizer
 
 SIDES = ("chosen", "rejected")
@@ -51,32 +61,60 @@ class Pair:
         return all(isinstance(part, str) for part in (self.prompt, self.chosen, self.rejected))
 
 
-def read_pair(record: Mapping[str, Any], where: str) -> Pair:
-    """Read a preference pair from a record with ``chosen``, ``rejected`` and optionally ``prompt`` and ``tools``.
+def read_pair(
+    record: Mapping[str, Any],
+    where: str,
+    fields: PreferenceFormat = PREFERENCE_FORMATS["prompt"][0],
+    arguments: ToolArguments = "keep",
+) -> Pair:
+    """Preference pair of a record.
 
-    Without ``prompt``, or if ``chosen`` and ``rejected`` begin with a message of another role than ``assistant``, both
-    are whole conversations or texts, and their common prefix is the prompt.
+    Without a prompt, or if both sides begin with a message that is not the assistant's, the sides are whole
+    conversations or texts, and their common prefix is the prompt.
 
     Args:
         record: values by field.
         where: name of the record in error messages, such as ``pairs.jsonl:17``.
+        fields: format of the record.
+        arguments: treatment of tool arguments that are JSON strings.
 
     Raises:
-        DataError: a field is missing, or ``chosen`` and ``rejected`` are equal.
+        DataError: a field is missing, both sides are equal, or a message is malformed.
     """
-    lacking = [name for name in SIDES if record.get(name) is None]
-    if lacking:
-        fields = ", ".join(str(key) for key, value in record.items() if value is not None) or "none"
-        raise DataError(
-            f"{where} has no field '{lacking[0]}' (it has {fields}); write records such as {_SHAPE}, with strings or "
-            "lists of messages"
-        )
-    prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
+    check_fields(record, fields, PREFERENCE_FORMATS, where)
+    chosen, rejected = value_in(record, fields.chosen), value_in(record, fields.rejected)
     if chosen == rejected:
-        raise DataError(f"{where}: chosen and rejected are equal, so neither is preferred; leave the record out")
-    if prompt is None or (isinstance(prompt, str) and _whole(chosen, rejected)):
+        raise DataError(
+            f"{where}: {fields.chosen} and {fields.rejected} are equal, so neither is preferred; leave the record out"
+        )
+    prompt = _prompt(record, fields, where, arguments)
+    chosen = _messages(chosen, fields, f"{where}: {fields.chosen}", arguments)
+    rejected = _messages(rejected, fields, f"{where}: {fields.rejected}", arguments)
+    if prompt is None or (fields.user is None and isinstance(prompt, str) and _whole(chosen, rejected)):
         prompt, chosen, rejected = _split(chosen, rejected, where)
-    return Pair(prompt, chosen, rejected, record.get("tools"))
+    return Pair(prompt, chosen, rejected, value_in(record, fields.tools))
+
+
+def _prompt(record: Mapping[str, Any], fields: PreferenceFormat, where: str, arguments: ToolArguments) -> Any:
+    """Prompt of a record: a string, a list of messages, or ``None`` if both sides begin with it."""
+    system = system_message(record, fields, where)
+    if fields.user is not None:
+        return [*system, *alone(user_messages(record, fields, where, arguments), system, where, fields, fields.user)]
+    if fields.prompt is None:
+        return None
+    prompt = _messages(value_in(record, fields.prompt), fields, f"{where}: {fields.prompt}", arguments)
+    if system and isinstance(prompt, list):
+        return [*system, *alone(tuple(prompt), system, where, fields, fields.prompt)]
+    return prompt
+
+
+def _messages(value: Any, fields: PreferenceFormat, where: str, arguments: ToolArguments) -> Any:
+    """List of messages with the usual keys, of a list or of one message; any other value unchanged."""
+    if isinstance(value, Mapping):
+        value = [value]
+    value = list_in(value, where) if fields.role != KEYS.role or fields.roles else value
+    own = (fields.role, fields.content, fields.roles) != (KEYS.role, KEYS.content, KEYS.roles)
+    return list(messages_of(value, where, arguments, fields)) if own and isinstance(value, list) else value
 
 
 def _whole(*sides: Any) -> bool:
@@ -118,6 +156,7 @@ class PreferenceEncoder:
         too_long: treatment of longer texts (``cut_end``, ``cut_start``) or of pairs with a longer text (``drop``,
             ``error``).
         tool_arguments: treatment of tool arguments that are JSON strings.
+        format: format of the records.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {"weights": np.bool_}
@@ -129,11 +168,13 @@ class PreferenceEncoder:
         longest: int,
         too_long: Policy,
         tool_arguments: ToolArguments = "parse",
+        format: PreferenceFormat = PREFERENCE_FORMATS["prompt"][0],  # noqa: A002 - the name of the config's field
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self._texts = tokenizer
         self._tokenizer = ChatTokenizer.of(tokenizer)
         self._template = template
+        self._format = format
         self._tool_arguments = tool_arguments
         self._limit = Limit(longest, too_long)
 
@@ -147,9 +188,10 @@ class PreferenceEncoder:
             settings: ``arguments`` of the template, and the other arguments of the class.
         """
         rest = dict(settings)
-        arguments = rest.pop("arguments")
+        arguments, fields = rest.pop("arguments"), rest.pop("format", None)
         template = None if file is None else ChatTemplate.find(file, arguments=arguments)
-        return cls(tokenizer, template, **rest)
+        chosen = PreferenceFormat(**fields) if isinstance(fields, dict) else PREFERENCE_FORMATS["prompt"][0]
+        return cls(tokenizer, template, **rest, format=chosen)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
         """Encode pairs; reject records that are malformed or that the template refuses."""
@@ -157,7 +199,7 @@ class PreferenceEncoder:
 
     def _sample(self, record: Record) -> Sample | Dropped:
         where = str(record.place)
-        prompt, whole = self._ids(read_pair(record.values, where), where)
+        prompt, whole = self._ids(read_pair(record.values, where, self._format, self._tool_arguments), where)
         begin = min(_common(prompt, ids) for ids in whole)
         cut: list[tuple[Ids, Weights]] = []
         for name, ids in zip(SIDES, whole, strict=True):

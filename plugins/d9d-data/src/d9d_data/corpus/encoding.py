@@ -14,6 +14,7 @@ from d9d_data.config import (
     ChatConfig,
     DocumentsConfig,
     LabelledConfig,
+    MessageFormat,
     ModelTextConfig,
     PaddedConfig,
     PairsConfig,
@@ -86,7 +87,9 @@ def encoding_of(config: PreparedConfig) -> Encoding:
         return Encoding("text", {"longest": config.sequence_length + 1, "too_long": config.too_long})
     if not isinstance(config, ModelTextConfig):
         return TEXTS
+    assert isinstance(config, ChatConfig | PreferenceConfig)
     settings = {
+        "format": config.format.model_dump() if isinstance(config.format, MessageFormat) else config.format,
         "arguments": config.template_arguments,
         "tool_arguments": config.tool_arguments,
         "longest": config.sequence_length + 1,
@@ -96,7 +99,6 @@ def encoding_of(config: PreparedConfig) -> Encoding:
         side = "first" if config.too_long == "cut_start" else "last"
         words = Words("conversations", f"the {side} answer is incomplete" if config.loss != "all" else "")
         return Encoding("chat", {**settings, "loss": config.loss}, ("weights",), words=words)
-    assert isinstance(config, PreferenceConfig)
     words = Words("pairs", "a completion is incomplete")
     return Encoding("preference", settings, ("weights",), ("chosen", "rejected"), words)
 

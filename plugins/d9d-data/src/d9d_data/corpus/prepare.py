@@ -28,6 +28,7 @@ from d9d_data.config import (
 from d9d_data.corpus.cache import cached_directory, file_digests, find_damage
 from d9d_data.corpus.encoding import TEXTS, Encoding, check_cut, encoding_of, limit_of, no_inputs_of
 from d9d_data.corpus.fit import NONE, Limit, Tally, losses, readings, stops
+from d9d_data.corpus.format import with_format
 from d9d_data.corpus.identity import corpus_key
 from d9d_data.corpus.plan import plan_shards
 from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
@@ -273,6 +274,8 @@ def _found(config: C, cache_dir: Path, note: Callable[[str], None]) -> tuple[Cor
             check_structured(piece.file, encoding.plural)
         else:
             check_field(piece.file, piece.field)
+    config = with_format(config, files, note)
+    encoding = encoding_of(config)
     amount = _amount(files)
     if len(files) >= _MANY:
         note(f"reading {amount} from {', '.join(config.sources)}, to find prepared data")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,18 @@ def columns_of(file: SourceFile | str | Path) -> list[str]:
 
 
 def value_of(record: Record, field: str) -> Any:
-    """Value of a record's field; ``None`` if the field is missing.
+    """Value of a record's field; see :func:`value_in`."""
+    return value_in(record.values, field)
+
+
+def value_in(values: Mapping[str, Any], field: str) -> Any:
+    """Value of a field; ``None`` if the field is missing.
 
     Args:
-        record: the record.
+        values: values of a record by field.
         field: name of the field. ``meta.text`` is the field of this name, or else ``text`` in the field ``meta``.
     """
-    value: Any = record.values
+    value: Any = values
     if field in value:
         return value[field]
     for name in field.split("."):

@@ -147,7 +147,8 @@ class CorpusStream(PackStream):
         identity: str,
         settings: Sequence[str],
     ) -> None:
-        *others, last = ("the contents of the sources", "tokenizer", "split", "held_out", *settings)
+        form = ["format"] if "format" in corpus.encoding.settings else []
+        *others, last = ("the contents of the sources", *form, "tokenizer", "split", "held_out", *settings)
         super().__init__(source, batch_size, workers, identity, f"{', '.join(others)} and {last}")
         self._corpus = corpus
 

@@ -1,0 +1,73 @@
+"""Format of a dataset's records, decided once by its first record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from d9d_core.errors import DataError
+
+from d9d_data.chat.formats import CHAT_FORMATS, PREFERENCE_FORMATS, SILENT, chat_format_of, preference_format_of, told
+from d9d_data.config import ChatConfig, MessageFormat, PreferenceConfig, PreparedConfig
+from d9d_data.sources.opening import SourceFile
+from d9d_data.sources.place import Record, refuse
+from d9d_data.sources.records import read_records
+
+C = TypeVar("C", bound=PreparedConfig)
+# Records that are looked at if the first ones are malformed and are left out.
+_LOOKED_AT = 1000
+
+
+def with_format(config: C, files: Sequence[SourceFile], note: Callable[[str], None]) -> C:
+    """Dataset config with the format of its records: as named, or else found by the first record.
+
+    Args:
+        config: config of a dataset.
+        files: files of the dataset, in order.
+        note: called with a line about a format that was found.
+
+    Raises:
+        DataError: the first record has no known format, several formats, or another than the named one.
+    """
+    if not isinstance(config, ChatConfig | PreferenceConfig) or isinstance(config.format, MessageFormat):
+        return config
+    chosen = None
+    for record in _first_records(files, config.malformed):
+        try:
+            chosen = _of(config, record)
+        except DataError:
+            if config.malformed == "error":
+                raise
+        else:
+            break
+    if chosen is None:
+        return config
+    fields, line = chosen
+    # The other split, or the held-out part of the same sources, has the same format.
+    if line and config.split == "train":
+        note(line)
+    changed: Any = config.model_copy(update={"format": fields})
+    return changed  # type: ignore[no-any-return]
+
+
+def _of(config: ChatConfig | PreferenceConfig, record: Record) -> tuple[MessageFormat, str]:
+    """Format of a record among the formats that a config allows, and a line about it."""
+    formats: Mapping[str, Any] = CHAT_FORMATS if isinstance(config, ChatConfig) else PREFERENCE_FORMATS
+    assert config.format is None or isinstance(config.format, str)
+    names = tuple(formats) if config.format is None else (config.format,)
+    found: Any
+    try:
+        find: Any = chat_format_of if isinstance(config, ChatConfig) else preference_format_of
+        found = find(record, names)
+    except DataError as error:
+        raise DataError(f"data.format: {error}") from error
+    line = told(found, record, config.selector) if config.format is None and found.name not in SILENT else ""
+    return found.fields, line
+
+
+def _first_records(files: Sequence[SourceFile], malformed: str) -> Iterator[Record]:
+    """Yield the first record, and further records only if malformed records are left out."""
+    reject = refuse if malformed == "error" else lambda _place, _problem: None
+    records = (record for file in files for record in read_records(file, reject=reject))
+    yield from islice(records, 1 if malformed == "error" else _LOOKED_AT)
