@@ -13,6 +13,7 @@ from d9d_data.config import (
     PairsConfig,
     PreferenceConfig,
     TextConfig,
+    TokensConfig,
 )
 from d9d_data.dataset.config import DatasetConfig
 from d9d_data.mixture.config import MixturePart
@@ -35,6 +36,10 @@ OF_MODEL = {"template_arguments": {}, "tool_arguments": "parse", "format": None}
         (DocumentsConfig, {**PADDED, "end_of_text": None, "field": None}),
         (ChatConfig, {**PADDED, **OF_MODEL, "loss": "assistant", "packing": "none"}),
         (PreferenceConfig, {**PADDED, **OF_MODEL}),
+        (
+            TokensConfig,
+            {**PADDED, "end_of_text": None, "ids": "input_ids", "labels": None, "mask": None, "packing": "none"},
+        ),
         (
             LabelledConfig,
             {**PADDED, "end_of_text": None, "field": None, "per": "text", "pair": None, "label": None, "labels": None},

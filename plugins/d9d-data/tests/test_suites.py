@@ -117,6 +117,37 @@ class TestPreference(DatasetSuite):
         return {"sources": [str(directory / "pairs.jsonl")], "sequence_length": 96, "tokenizer": str(directory)}
 
 
+class OverTokens(DatasetSuite):
+    target = "tokens"
+    other: ClassVar = {"sequence_length": 8}
+    too_long: ClassVar = {"sequence_length": 16}
+    workers = None
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        write_model(directory)
+        records = [
+            {"input_ids": [index, *range(3, 12 + index % 15)], "labels": [-100, -100, *range(4, 12 + index % 15)]}
+            for index in range(60)
+        ]
+        (directory / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return {"sources": [str(directory / "rows.jsonl")], "sequence_length": 24, "tokenizer": str(directory)}
+
+
+@pytest.mark.thorough
+class TestTokens(OverTokens):
+    pass
+
+
+@pytest.mark.thorough
+class TestTokensInARow(OverTokens):
+    config: ClassVar = {"packing": "concat"}
+
+
+@pytest.mark.thorough
+class TestPackedTokens(OverTokens):
+    config: ClassVar = {"packing": "best_fit"}
+
+
 @pytest.mark.thorough
 class TestLabelled(DatasetSuite):
     target = "labelled"

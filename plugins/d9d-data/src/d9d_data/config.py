@@ -12,6 +12,8 @@ from pydantic import Field, field_validator, model_validator
 #: Sources that need no files: texts of the installed Python, and built-in examples.
 PYTHON_SOURCES = ("python:topics", "python:docstrings", "python:sources", "python:kinds")
 
+#: Packing of the samples of a dataset.
+Packing = Literal["none", "concat", "best_fit"]
 #: Largest vocabulary, sixty times the largest published ones; tables have an entry for each id.
 MAX_VOCABULARY = 1 << 24
 
@@ -153,6 +155,24 @@ class PaddedConfig(PreparedConfig):
     def _padding_stays_within_a_sequence(self) -> Self:
         check_padding(self.sequence_length, self.pad_multiple)
         return self
+
+
+class PackableConfig(PaddedConfig):
+    """Shared fields of all datasets whose records are samples, or share samples of equal length."""
+
+    packing: Packing = "none"
+    """``none``: one record per sample; ``concat``: samples cut from all records joined; ``best_fit``: whole records
+    (best-fit decreasing). Attention stays within a record."""
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether a sample can have several records."""
+        return self.packing != "none"
+
+    @property
+    def sample_lengths(self) -> SampleLengths:
+        """Microbatch lengths: ``sequence_length`` if packed, otherwise multiples of ``pad_multiple``."""
+        return SampleLengths(self.sequence_length if self.packs_documents else self.pad_multiple, self.sequence_length)
 
 
 class TextConfig(CorpusConfig):
@@ -308,7 +328,7 @@ def _known_format(value: Any, names: tuple[str, ...], example: str) -> Any:
     return value
 
 
-class ChatConfig(ModelTextConfig):
+class ChatConfig(ModelTextConfig, PackableConfig):
     """Dataset of conversations, rendered by the chat template; by default the assistant's tokens are learned."""
 
     name: Literal["chat"] = "chat"
@@ -320,7 +340,7 @@ class ChatConfig(ModelTextConfig):
     answer}`` or ``{messages: dialogue, role: speaker, content: text}``; by default found by the first record."""
     loss: Literal["assistant", "last_turn", "all"] = "assistant"
     """Tokens to learn: all that the assistant writes, only its last turn, or all tokens of the conversation."""
-    packing: Literal["none", "concat", "best_fit"] = "none"
+    packing: Packing = "none"
     """``none``: one conversation per sample; ``concat``: samples cut from all conversations joined; ``best_fit``: whole
     conversations (best-fit decreasing). Attention stays within a conversation."""
 
@@ -328,16 +348,6 @@ class ChatConfig(ModelTextConfig):
     @classmethod
     def _known_format(cls, value: Any) -> Any:
         return _known_format(value, get_args(ChatFormatName), "{user: question, assistant: answer}")
-
-    @property
-    def packs_documents(self) -> bool:
-        """Whether a sample can have several conversations."""
-        return self.packing != "none"
-
-    @property
-    def sample_lengths(self) -> SampleLengths:
-        """Possible sample lengths of a microbatch: one length if packed, else the multiples of ``pad_multiple``."""
-        return SampleLengths(self.sequence_length if self.packs_documents else self.pad_multiple, self.sequence_length)
 
 
 class PreferenceConfig(ModelTextConfig):
@@ -362,6 +372,37 @@ class PreferenceConfig(ModelTextConfig):
     def sample_lengths(self) -> SampleLengths:
         """Possible sample lengths of a microbatch, whose pairs have two rows each."""
         return SampleLengths(self.pad_multiple, self.sequence_length, texts=2)
+
+
+class TokensConfig(PackableConfig, TokenizedConfig):
+    """Dataset of records that are tokenised already: token ids, and labels or a mask of the tokens to learn."""
+
+    name: Literal["tokens"] = "tokens"
+    """Selects the plugin."""
+    sources: tuple[PathOrAddress, ...]
+    """Structured files, as for ``text``."""
+    ids: str = Field(default="input_ids", min_length=1)
+    """Field of the token ids. A field ``attention_mask`` that ends with zeros marks padding, which is cut."""
+    labels: str | None = Field(default=None, min_length=1)
+    """Field of the labels: at each position its token id, or -100 if the token is not learned. By default ``labels``,
+    if the first record has it."""
+    mask: str | None = Field(default=None, min_length=1)
+    """Field of a mask, 0 where the token is not learned. By default ``loss_mask``, ``completion_mask`` or
+    ``assistant_masks``, if the first record has one; all tokens are learned if it has neither labels nor a mask."""
+    tokenizer: PathText | None = None
+    """Directory of the tokenizer that made the ids, or its ``tokenizer.json``; by default the pretrained model's. Ids
+    outside of its vocabulary are refused."""
+    sequence_length: int = Field(ge=1)
+    """Most positions of a sample."""
+
+    @model_validator(mode="after")
+    def _fields_fit_each_other(self) -> Self:
+        if self.labels is not None and self.mask is not None:
+            raise ValueError("labels and mask exclude each other; name one")
+        for name in ("special_tokens", "end_of_text"):
+            if name in self.model_fields_set:
+                raise ValueError(f"{name} has no effect on records that are tokenised already; remove it")
+        return self
 
 
 class LabelledConfig(PaddedConfig, CorpusConfig):

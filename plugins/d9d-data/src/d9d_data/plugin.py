@@ -41,6 +41,13 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         gives={"tokens": 2, "targets": 2, "samples": 1},
     )
     yield DatasetSpec(
+        name="tokens",
+        summary="Records that are tokenised already: token ids, and labels or a mask of the tokens to learn.",
+        config=Ref("d9d_data.config:TokensConfig"),
+        build=Ref("d9d_data.stream.chat:build_tokens"),
+        gives={"tokens": 2, "targets": 2},
+    )
+    yield DatasetSpec(
         name="labelled",
         summary="Texts with one label each, or word lists with one label per word, for classification.",
         config=Ref("d9d_data.config:LabelledConfig"),

@@ -21,6 +21,7 @@ from d9d_data.config import (
     PreferenceConfig,
     PreparedConfig,
     TokenizedConfig,
+    TokensConfig,
 )
 from d9d_data.corpus.fit import DOCUMENTS, Limit, Words
 
@@ -30,6 +31,7 @@ ENCODERS = {
     "chat": Ref("d9d_data.chat.encoder:ChatEncoder"),
     "preference": Ref("d9d_data.chat.preference:PreferenceEncoder"),
     "labelled": Ref("d9d_data.fields.labelled:LabelledEncoder"),
+    "tokens": Ref("d9d_data.fields.tokens:TokensEncoder"),
     "pairs": Ref("d9d_data.fields.pairs:PairsEncoder"),
 }
 
@@ -81,6 +83,8 @@ def encoding_of(config: PreparedConfig) -> Encoding:
         negatives = ["negative"] if config.negatives == 1 else [f"negative {n + 1}" for n in range(config.negatives)]
         texts = ("query", "positive", *negatives)
         return Encoding("pairs", _pairs(config), texts=texts, words=Words("pairs"), targets=False)
+    if isinstance(config, TokensConfig):
+        return Encoding("tokens", _tokens(config), ("weights",), words=Words("records", "tokens to learn are lost"))
     if isinstance(config, DocumentsConfig) and config.too_long != "cut_end":
         # With cut_end, the stream reads beginnings of whole documents, and all lengths and the dataset text share one
         # cache.
@@ -173,6 +177,11 @@ def _labelled(config: LabelledConfig) -> dict[str, Any]:
         "longest": config.sequence_length,
         "too_long": config.too_long,
     }
+
+
+def _tokens(config: TokensConfig) -> dict[str, Any]:
+    fields = {name: getattr(config, name) for name in ("ids", "labels", "mask", "too_long")}
+    return {**fields, "longest": config.sequence_length + 1}
 
 
 def _pairs(config: PairsConfig) -> dict[str, Any]:

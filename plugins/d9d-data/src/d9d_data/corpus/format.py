@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from d9d_core.errors import DataError
 
 from d9d_data.chat.formats import CHAT_FORMATS, PREFERENCE_FORMATS, SILENT, chat_format_of, preference_format_of, told
-from d9d_data.config import ChatConfig, MessageFormat, PreferenceConfig, PreparedConfig
+from d9d_data.config import ChatConfig, MessageFormat, PreferenceConfig, PreparedConfig, TokensConfig
+from d9d_data.fields.learned import learned_field
 from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.place import Record, refuse
 from d9d_data.sources.records import read_records
@@ -30,29 +31,33 @@ def with_format(config: C, files: Sequence[SourceFile], note: Callable[[str], No
     Raises:
         DataError: the first record has no known format, several formats, or another than the named one.
     """
-    if not isinstance(config, ChatConfig | PreferenceConfig) or isinstance(config.format, MessageFormat):
+    if isinstance(config, TokensConfig):
+        decided = (config.labels, config.mask) != (None, None)
+    else:
+        decided = not isinstance(config, ChatConfig | PreferenceConfig) or isinstance(config.format, MessageFormat)
+    if decided:
         return config
-    chosen = None
     for record in _first_records(files, config.malformed):
         try:
-            chosen = _of(config, record)
+            fields, line = _of(config, record)
         except DataError:
             if config.malformed == "error":
                 raise
         else:
-            break
-    if chosen is None:
-        return config
-    fields, line = chosen
-    # The other split, or the held-out part of the same sources, has the same format.
-    if line and config.split == "train":
-        note(line)
-    changed: Any = config.model_copy(update={"format": fields})
-    return changed  # type: ignore[no-any-return]
+            # The training data told it; the held-out split of the same sources has the same format.
+            if line and config.split == "train":
+                note(line)
+            return config.model_copy(update=fields)
+    return config
 
 
-def _of(config: ChatConfig | PreferenceConfig, record: Record) -> tuple[MessageFormat, str]:
-    """Format of a record among the formats that a config allows, and a line about it."""
+def _of(config: PreparedConfig, record: Record) -> tuple[dict[str, Any], str]:
+    """Fields of a config that a record decides, and a line about them."""
+    if isinstance(config, TokensConfig):
+        labels, mask = learned_field(record)
+        learned = f"the tokens to learn are in {labels or mask}" if labels or mask else "all tokens are learned"
+        return {"labels": labels, "mask": mask}, f"tokens: {learned}, by the first record, {record.place}"
+    assert isinstance(config, ChatConfig | PreferenceConfig)
     formats: Mapping[str, Any] = CHAT_FORMATS if isinstance(config, ChatConfig) else PREFERENCE_FORMATS
     assert config.format is None or isinstance(config.format, str)
     names = tuple(formats) if config.format is None else (config.format,)
@@ -63,7 +68,7 @@ def _of(config: ChatConfig | PreferenceConfig, record: Record) -> tuple[MessageF
     except DataError as error:
         raise DataError(f"data.format: {error}") from error
     line = told(found, record, config.selector) if config.format is None and found.name not in SILENT else ""
-    return found.fields, line
+    return {"format": found.fields}, line
 
 
 def _first_records(files: Sequence[SourceFile], malformed: str) -> Iterator[Record]:

@@ -224,7 +224,8 @@ def _lines(corpus: Corpus, config: PreparedConfig) -> Iterator[str]:
     if corpus.limit is not None:
         yield from losses(corpus.losses(), corpus.limit, encoding.words)
     yield from readings(corpus.tally, encoding.words, config.special_tokens)
-    if corpus.weights is not None:
+    # Records of token ids need not end with an answer.
+    if corpus.weights is not None and (corpus.tally.stopped or encoding.encoder != "tokens"):
         yield stops(corpus.tally, encoding.words)
 
 

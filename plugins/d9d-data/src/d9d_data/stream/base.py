@@ -147,8 +147,9 @@ class CorpusStream(PackStream):
         identity: str,
         settings: Sequence[str],
     ) -> None:
-        form = ["format"] if "format" in corpus.encoding.settings else []
-        *others, last = ("the contents of the sources", *form, "tokenizer", "split", "held_out", *settings)
+        *others, last = ("the contents of the sources", "tokenizer", "split", "held_out", *settings)
+        if "format" in corpus.encoding.settings:
+            others.append("format")
         super().__init__(source, batch_size, workers, identity, f"{', '.join(others)} and {last}")
         self._corpus = corpus
 

@@ -12,7 +12,7 @@ from d9d_core.data import DataContext
 from d9d_core.errors import DataError
 from d9d_core.types import State
 
-from d9d_data.config import ChatConfig, TextConfig
+from d9d_data.config import PackableConfig, TextConfig
 from d9d_data.corpus.prepare import Corpus
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
@@ -32,7 +32,7 @@ class BinStream(CorpusStream):
         DataError: the batch is larger than the data.
     """
 
-    def __init__(self, config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> None:
+    def __init__(self, config: TextConfig | PackableConfig, context: DataContext, corpus: Corpus) -> None:
         layout = Layout.of(context)
         pieces = cut_pieces(corpus.starts, config.sequence_length)
         bins = best_fit(pieces.lengths, config.sequence_length)
@@ -60,7 +60,7 @@ class BinStream(CorpusStream):
         }
 
 
-def one_pass_of_bins(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> OnePassStream:
+def one_pass_of_bins(config: TextConfig | PackableConfig, context: DataContext, corpus: Corpus) -> OnePassStream:
     """Open a stream of bins for one pass: samples are filled with whole documents in their order.
 
     A document longer than a sample is truncated to its first positions; the fact ``cut_documents`` counts them.

@@ -1,4 +1,4 @@
-"""Streams of conversations and of preference pairs, rendered by a chat template."""
+"""Streams of conversations and preference pairs, rendered by a chat template, and of records of token ids."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from d9d_core.data import DataContext
 
 from d9d_data.chat.template import ChatTemplate
-from d9d_data.config import ChatConfig, ModelTextConfig, PreferenceConfig
-from d9d_data.corpus.prepare import prepare_for
+from d9d_data.config import ChatConfig, ModelTextConfig, PackableConfig, PreferenceConfig, TokensConfig
+from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.stream.binned import BinStream
 from d9d_data.stream.documents import DocumentStream, open_documents
 from d9d_data.stream.one_pass import OnePassStream
@@ -24,9 +24,17 @@ def build_chat(config: ChatConfig, context: DataContext) -> DocumentStream | Tex
     """
     config, corpus = prepare_for(config, context)
     _warn_of_dates(config, context.note)
-    if config.packing == "none":
-        return open_documents(config, context, corpus)
-    return open_text(config, context, corpus)
+    return _open(config, context, corpus)
+
+
+def build_tokens(config: TokensConfig, context: DataContext) -> DocumentStream | TextStream | BinStream | OnePassStream:
+    """Prepare the records of token ids (once, then from the cache) and open their stream.
+
+    Raises:
+        DataError: the data or the sizes are unusable; the message says what to change.
+    """
+    config, corpus = prepare_for(config, context)
+    return _open(config, context, corpus)
 
 
 def build_preference(config: PreferenceConfig, context: DataContext) -> DocumentStream | OnePassStream:
@@ -38,6 +46,15 @@ def build_preference(config: PreferenceConfig, context: DataContext) -> Document
     config, corpus = prepare_for(config, context)
     _warn_of_dates(config, context.note)
     return open_documents(config, context, corpus)
+
+
+def _open(
+    config: PackableConfig, context: DataContext, corpus: Corpus
+) -> DocumentStream | TextStream | BinStream | OnePassStream:
+    """Stream of a corpus, packed as the config says."""
+    if config.packing == "none":
+        return open_documents(config, context, corpus)
+    return open_text(config, context, corpus)
 
 
 def _warn_of_dates(config: ModelTextConfig, note: Callable[[str], None]) -> None:

@@ -12,7 +12,7 @@ from d9d_core.data import DataContext
 from d9d_core.errors import DataError
 from d9d_core.types import State
 
-from d9d_data.config import ChatConfig, TextConfig
+from d9d_data.config import PackableConfig, TextConfig
 from d9d_data.corpus.fit import TOLERATED
 from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
@@ -35,7 +35,7 @@ def build_text(config: TextConfig, context: DataContext) -> TextStream | BinStre
 
 
 def open_text(
-    config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus
+    config: TextConfig | PackableConfig, context: DataContext, corpus: Corpus
 ) -> TextStream | BinStream | OnePassStream:
     """Open the stream of a prepared and packed corpus, endless or for one pass.
 
@@ -54,7 +54,7 @@ def open_text(
     return one_pass_of(corpus, source, (samples, samples), config, context, identity, unused, context.microbatch_size)
 
 
-def _count(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> int:
+def _count(config: TextConfig | PackableConfig, context: DataContext, corpus: Corpus) -> int:
     """Number of samples of a corpus; warns if many tokens are in no sample.
 
     Raises:
@@ -89,7 +89,7 @@ class TextStream(CorpusStream):
     nor on the microbatch size.
     """
 
-    def __init__(self, config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> None:
+    def __init__(self, config: TextConfig | PackableConfig, context: DataContext, corpus: Corpus) -> None:
         layout = Layout.of(context)
         order = SampleOrder(_count(config, context, corpus), context.seed, config.shuffle)
         source = TextPacks(TextSamples(corpus, config.sequence_length), order, layout)

@@ -8,7 +8,7 @@ from typing import TypeVar
 from d9d_core.errors import DataError
 from d9d_core.untrusted import Place
 
-from d9d_data.config import BpeTokenizer, ModelTextConfig, PreparedConfig, TokenizedConfig
+from d9d_data.config import BpeTokenizer, ModelTextConfig, PreparedConfig, TokenizedConfig, TokensConfig
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 from d9d_data.tokenizer.select import make_tokenizer, tokenizer_identity
 
@@ -40,6 +40,11 @@ def with_tokenizer(config: C, pretrained: str | None) -> C:
         raise DataError(
             f"data.tokenizer: the dataset {config.selector} needs a tokenizer and its chat template, and "
             "model.pretrained names no model with both; name their directory here"
+        )
+    if isinstance(config, TokensConfig):
+        raise DataError(
+            "data.tokenizer: the dataset tokens needs the tokenizer that made the ids, and model.pretrained names no "
+            "model with one; name its directory here"
         )
     return _taking(config, "bytes")
 
