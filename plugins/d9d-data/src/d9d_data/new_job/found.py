@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,7 @@ from d9d_core.registry.registry import Registry
 from d9d_core.untrusted import parse_json, read_regular
 
 from d9d_data.chat.encode import strings_in
+from d9d_data.chat.formats import SILENT, Found, chat_format_of, preference_format_of
 from d9d_data.chat.template import ChatTemplate
 from d9d_data.new_job.kinds import Kind
 from d9d_data.sources.find import find_files
@@ -64,7 +65,7 @@ class Records:
     Attributes:
         sources: values of ``data.sources``.
         count: number of records, or -1 if there are more than could be counted quickly.
-        fields: field of the dataset's config -> name of the field in the records.
+        fields: field of the dataset's config -> name of the field in the records, or of the records' format.
         longest: tokens of the longest looked-at record; ``None`` without a tokenizer.
         classes: number of different labels.
     """
@@ -121,7 +122,7 @@ def look_at_records(sources: Sequence[str], kind: Kind, tokenizer: Path | None) 
     first = next(iter(read_records(files[0])), None)
     if first is None:
         raise DataError(f"--data: {files[0].name} has no records; give records such as {kind.record}")
-    fields = _fields_of(first, kind)
+    fields = _fields_of(first, kind) | _format_of(first, kind)
     some = list(islice(read_records(files[0]), _LOOKED_AT))
     longest = None
     if tokenizer is not None:
@@ -163,6 +164,18 @@ def _fields_of(record: Record, kind: Kind) -> dict[str, str]:
             )
         found[name] = present[0]
     return found
+
+
+def _format_of(record: Record, kind: Kind) -> dict[str, str]:
+    """Format of a record by the field that names it; empty for the formats of the examples, and without formats."""
+    finds: Mapping[str, Callable[[Record], Found[Any]]] = {"chat": chat_format_of, "preference": preference_format_of}
+    if kind.dataset not in finds:
+        return {}
+    try:
+        name = finds[kind.dataset](record).name
+    except DataError as error:
+        raise DataError(f"--data: {error}") from error
+    return {} if name in SILENT else {"format": name}
 
 
 def _count(files: Sequence[SourceFile]) -> int:
