@@ -173,7 +173,7 @@ def test_fields_of_two_formats_are_refused(record: Any, says: str) -> None:
 def test_a_found_format_is_told_with_the_first_record(stream: Open) -> None:
     notes: list[str] = []
     stream([{**ALPACA, "output": "2" * 200}] * 3, notes=notes)
-    told = 'chat: records are read as alpaca (instruction, output, input), by the first: {"instruction": "Add.", "inp'
+    told = 'chat: records are read as alpaca (instruction, input, output), by the first: {"instruction": "Add.", "inp'
     assert [note[: len(told)] for note in notes if "records are read" in note] == [told]
     assert max(len(note) for note in notes if "records are read" in note) < 220
 

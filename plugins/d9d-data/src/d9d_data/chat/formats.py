@@ -146,8 +146,8 @@ def told(found: Found[F], record: Record, selector: str) -> str:
     """
     shown = json.dumps(_shortened(record.values), ensure_ascii=False, default=str)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    present: list[str] = [field for field in sorted(_optional(found.fields)) if value_in(record.values, field)]
-    names = ", ".join([*required(found.fields), *present])
+    used = {*required(found.fields), *_optional(found.fields)}
+    names = ", ".join(field for field, value in record.values.items() if field in used and value is not None)
     return f"{selector}: records are read as {found.name} ({names}), by the first: {shown}"
 
 
