@@ -66,6 +66,7 @@ def test_fields_have_their_documented_defaults(config: type[BaseModel], defaults
 
 def test_items_of_a_users_dataset_are_padded_on_the_right_and_shuffled() -> None:
     config = DatasetConfig(build="module:function")
+    assert config.collate is None
     assert (config.arguments, config.padding, config.side, config.pad_multiple) == ({}, {}, "right", 1)
     assert (config.shuffle, config.bucket_window, config.workers) == (True, None, 0)
 

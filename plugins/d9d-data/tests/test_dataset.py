@@ -12,7 +12,7 @@ import torch
 from d9d_core.data import DataContext
 from d9d_core.errors import DataError
 from d9d_data.dataset.config import DatasetConfig
-from d9d_data.dataset.stream import DatasetStream, build_dataset
+from d9d_data.dataset.stream import build_dataset
 from d9d_testing.suites.dataset import DatasetSuite
 from d9d_testing.suites.support.component import build_component
 
@@ -41,6 +41,60 @@ class Sized(Counting):
 class Endless:
     def __iter__(self):
         return iter([])
+
+class Streamed(torch.utils.data.IterableDataset):
+    """Items of Counting, in order."""
+    def __init__(self, count):
+        self.items = Counting(count)
+        self.skipped = []
+    def __iter__(self):
+        return (self.items[index] for index in range(len(self.items)))
+
+class Skipping(Streamed):
+    def skip(self, count):
+        self.skipped.append(count)
+        return [self.items[index] for index in range(count, len(self.items))]
+
+def streamed(count=40):
+    return Streamed(count)
+
+def skipping(count=12):
+    return Skipping(count)
+
+def once():
+    return (item for item in [{"a": 1}])
+
+class Failing:
+    def __iter__(self):
+        yield from ({"a": 1}, {"a": 2}, {"a": 3})
+        raise OSError("gone")
+
+def failing():
+    return Failing()
+
+class Shrinking:
+    count = 3
+    def set_epoch(self, epoch):
+        self.count = 3 - epoch
+    def __iter__(self):
+        return iter([{"tokens": [1], "targets": [1]}] * self.count)
+
+def shrinking():
+    return Shrinking()
+
+def constant_of():
+    return 3
+
+def first_tokens(items):
+    assert isinstance(items, list)
+    tokens = [item["tokens"] for item in items]
+    return {"tokens": torch.stack([one[:1] for one in tokens]), "count": [len(one) for one in tokens]}
+
+def raising_collate(items):
+    raise ValueError("no")
+
+def short(items):
+    return {"a": [1]}
 
 def counting(count=40, **others):
     return Counting(count)
@@ -111,6 +165,21 @@ class TestItemsOfKnownSizeInOrder(OverItems):
         return {**super().fields(directory), "build": "items_of_the_user:sized"}
 
 
+class TestIteratedItems(OverItems):
+    config: ClassVar = {"shuffle": False, "build": "items_of_the_user:streamed"}
+    shuffled = False
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        return {**super().fields(directory), "build": "items_of_the_user:streamed"}
+
+
+class TestCollatedItems(OverItems):
+    config: ClassVar = {"collate": "items_of_the_user:first_tokens"}
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        return {"build": "items_of_the_user:counting"}
+
+
 @pytest.mark.full  # processes start slowly
 def test_worker_processes_change_nothing(tmp_path: Path) -> None:
     suite = TestItemsInBuckets()
@@ -118,8 +187,11 @@ def test_worker_processes_change_nothing(tmp_path: Path) -> None:
     suite.test_worker_processes_change_nothing(tmp_path)
 
 
-def opened(function: str = "counting", batch_size: int = 8, **fields: Any) -> DatasetStream:
-    config = DatasetConfig(build=f"items_of_the_user:{function}", **{"padding": PADDING, **fields})
+def opened(function: str = "counting", batch_size: int = 8, **fields: Any) -> Any:
+    values = {"padding": PADDING, **fields}
+    if "collate" in values:
+        del values["padding"]
+    config = DatasetConfig(build=f"items_of_the_user:{function}", **values)
     return build_dataset(config, DataContext(seed=0, batch_size=batch_size, microbatch_size=4, cache_dir=Path()))
 
 
@@ -173,7 +245,7 @@ def test_a_hugging_face_dataset_is_one() -> None:
     assert microbatch["tokens"].tolist() == [[1, 2, 3], [4, 0, 0], [1, 2, 3], [4, 0, 0]]
     assert microbatch["label"].tolist() == [0, 1, 0, 1]
     whole = datasets.DatasetDict({"train": rows})
-    with pytest.raises(DataError, match=r"returned a DatasetDict, not a map-style dataset; .* one split of a Hugging"):
+    with pytest.raises(DataError, match=r"returned a DatasetDict, not a dataset; .* one split of a Hugging"):
         opened("of", arguments={"items": whole})
 
 
@@ -185,7 +257,39 @@ def test_a_hugging_face_dataset_is_one() -> None:
         ("raising", {}, r"items_of_the_user:raising raised FileNotFoundError with no arguments: no such place"),
         ("leaving", {}, r"items_of_the_user:leaving raised SystemExit"),
         ("sized", {"arguments": {"cuont": 3}}, r"raised TypeError with cuont: .*unexpected keyword argument 'cuont'"),
-        ("endless", {}, r"returned a Endless, not a map-style dataset; return an object with __len__"),
+        ("constant_of", {}, r"returned a int, not a dataset; return an object with __len__.*, or with __iter__"),
+        ("endless", {"shuffle": False}, r"the dataset of items_of_the_user:endless is empty"),
+        (
+            "endless",
+            {},
+            r"data.shuffle: the iterable dataset of .*:endless keeps its own order; write 'shuf",
+        ),
+        ("endless", {"shuffle": False, "bucket_window": 8}, r"data.bucket_window: .*no sizes by index; remove it"),
+        ("endless", {"shuffle": False, "workers": 2}, r"data.workers: .*use 0, and workers inside the dataset"),
+        ("once", {"shuffle": False}, r"items_of_the_user:once returned an iterator, which can be read only once"),
+        ("failing", {"shuffle": False}, r"data.build: item 3 of items_of_the_user:failing raised OSError: gone"),
+        ("shrinking", {"shuffle": False}, r"epoch 1 of items_of_the_user:shrinking has 2 items, but the first had 3"),
+        (
+            "sized",
+            {"padding": {}, "collate": "items_of_the_user:raising_collate"},
+            r"data.collate: items_of_the_user:raising_collate: items \d+ to \d+ raised ValueError: no",
+        ),
+        (
+            "sized",
+            {"padding": {}, "collate": "items_of_the_user:absent"},
+            r"data.collate: .*:absent cannot be imported",
+        ),
+        ("sized", {"padding": {}, "collate": "items_of_the_user:constant"}, r"constant is a int, not a function"),
+        (
+            "sized",
+            {"padding": {}, "collate": "builtins:len"},
+            r"data.collate: builtins:len returned a int; return a map",
+        ),
+        (
+            "sized",
+            {"padding": {}, "collate": "items_of_the_user:short"},
+            r"'a' has shape \[1\] for 4 items; the first dim",
+        ),
         ("of", {"arguments": {"items": []}}, r"the dataset of items_of_the_user:of is empty"),
         ("of", {"arguments": {"items": [3]}}, r"item 0 of items_of_the_user:of is a int; return a mapping"),
         ("of", {"arguments": {"items": [{}]}}, r"item 0 of items_of_the_user:of has no fields"),
@@ -214,6 +318,45 @@ def test_what_is_no_dataset_is_an_error_that_names_the_function(
 ) -> None:
     with pytest.raises(DataError, match=message):
         opened(function, **fields).next_pack()
+
+
+def test_an_iterable_dataset_gives_the_same_items_in_order_again_and_again() -> None:
+    mapped, iterated = opened(shuffle=False), opened("streamed", shuffle=False)
+    for _ in range(12):
+        for one, other in zip(mapped.next_pack(), iterated.next_pack(), strict=True):
+            assert {name: one[name].tolist() for name in one} == {name: other[name].tolist() for name in other}
+    assert "samples" not in iterated.facts
+
+
+def test_an_iterable_dataset_is_resumed_at_its_position_and_skips_to_it_if_it_can() -> None:
+    for packs, skipped in ((1, [8]), (2, [4]), (3, [])):  # 12 items, 8 of them in a pack
+        whole, again = opened("skipping", shuffle=False), opened("skipping", shuffle=False)
+        for _ in range(packs):
+            whole.next_pack()
+        again.load_state(whole.state())
+        expected, found = whole.next_pack(), again.next_pack()
+        assert [batch["tokens"].tolist() for batch in found] == [batch["tokens"].tolist() for batch in expected]
+        assert again._items.dataset.skipped == skipped
+    with pytest.raises(DataError, match="damaged: epoch_items is 0"):
+        again.load_state({**whole.state(), "epoch_items": 0})
+
+
+def test_ranks_share_the_items_of_an_iterable_dataset() -> None:
+    (whole,) = (opened("streamed", shuffle=False),)
+    config = DatasetConfig(build="items_of_the_user:streamed", padding=PADDING, shuffle=False)
+    ranks = [build_dataset(config, DataContext(0, 8, 4, Path(), rank=rank, ranks=2)) for rank in range(2)]
+    for _ in range(7):
+        parts = [pack for rank in ranks for pack in rank.next_pack()]
+        assert [one["label"].tolist() for one in parts] == [one["label"].tolist() for one in whole.next_pack()]
+
+
+def test_a_function_of_the_user_collates_items() -> None:
+    (first, _) = opened(shuffle=False, padding={}, collate="items_of_the_user:first_tokens").next_pack()
+    assert (first["tokens"].tolist(), first["count"].tolist()) == ([[0], [100], [200], [300]], [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="padding has no effect with collate"):
+        DatasetConfig(build="a:b", collate="a:c", padding=PADDING)
+    with pytest.raises(ValueError, match="'c' does not name a function"):
+        DatasetConfig(build="a:b", collate="c")
 
 
 def test_items_can_be_mixed(tmp_path: Path) -> None:

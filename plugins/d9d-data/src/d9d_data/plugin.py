@@ -63,7 +63,7 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
     )
     yield DatasetSpec(
         name="dataset",
-        summary="Map-style dataset of PyTorch or Hugging Face, made by a function of yours.",
+        summary="Map-style or iterable dataset of PyTorch or Hugging Face, made by a function of yours.",
         config=Ref("d9d_data.dataset.config:DatasetConfig"),
         build=Ref("d9d_data.dataset.stream:build_dataset"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,26 @@ LENGTHS = "lengths"
 
 
 class Items:
-    """Items of the map-style dataset that a config's function makes. A worker process calls the function again.
+    """Items of the dataset that a config's function makes. A worker process calls the function again.
 
     Args:
         config: config that names the function.
 
     Raises:
-        DataError: the function cannot be found, fails, or returns no map-style dataset with items.
+        DataError: a function cannot be found, fails, or returns no dataset with items.
+
+    Attributes:
+        config: the config.
+        dataset: the dataset.
+        iterable: whether the dataset has no indices, and is read in its own order.
     """
 
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
         self.dataset = _made(config)
-        self._count = _length(config, self.dataset)
+        self.iterable = _is_iterable(self.dataset)
+        self._count = 0 if self.iterable else _length(config, self.dataset)
+        self._own_collate = None if config.collate is None else _function(config.collate, "collate")
 
     def __reduce__(self) -> tuple[Callable[..., Items], tuple[DatasetConfig]]:
         return Items, (self.config,)
@@ -54,12 +61,16 @@ class Items:
             DataError: the item cannot be read, is not a mapping of numbers, or has other fields than item 0.
         """
         item = self._read(index)
-        if item.keys() != self._first.keys():
-            raise DataError(
-                f"data.build: item {index} of {self.config.build} has the fields {_names(item)}, item 0 has "
-                f"{_names(self._first)}; give all items the same fields"
-            )
+        self._compare(item, index, self._first, 0)
         return item
+
+    def _compare(self, item: Item, index: int, first: Item, of: int) -> None:
+        """Raise unless two items have the same fields."""
+        if item.keys() != first.keys():
+            raise DataError(
+                f"data.build: item {index} of {self.config.build} has the fields {_names(item)}, item {of} has "
+                f"{_names(first)}; give all items the same fields"
+            )
 
     def check_padding(self) -> None:
         """Check that the first item has the fields to pad, with one dimension.
@@ -84,7 +95,8 @@ class Items:
         if own is None:
             name = next(iter(self.config.padding))
             return np.asarray([len(self.read(index)[name]) for index in indices], dtype=np.float64)
-        keys = [self._asked(lambda index=index: own(index), f"sort_key({index})") for index in indices]  # type: ignore[misc]
+        where = f"of {self.config.build}"
+        keys = [self.asked(partial(own, index), f"sort_key({index}) {where}") for index in indices]
         try:
             return np.asarray(keys, dtype=np.float64)
         except (TypeError, ValueError) as error:
@@ -98,8 +110,41 @@ class Items:
         Raises:
             DataError: an item cannot be read, or the arrays of a field have different shapes and no padding.
         """
+        if self._own_collate is not None:
+            return self.collate_raw([self._raw(index) for index in indices], indices)
+        return self._padded([self.read(index) for index in indices], indices)
+
+    def collate_raw(self, items: Sequence[Any], indices: Sequence[int]) -> Item:
+        """Collate items as the dataset returned them; see :meth:`collate`.
+
+        Args:
+            items: items.
+            indices: their indices, or their places in an iterable dataset, for error messages.
+
+        Raises:
+            DataError: an item is unusable, or the user's function fails.
+        """
+        if self._own_collate is None:
+            rows = [self._checked(item, index) for item, index in zip(items, indices, strict=True)]
+            for row, index in zip(rows, indices, strict=True):
+                self._compare(row, index, rows[0], indices[0])
+            return self._padded(rows, indices)
+        collate, name = self._own_collate, self.config.collate
+        batch = self.asked(lambda: collate(list(items)), f"items {indices[0]} to {indices[-1]}", f"collate: {name}")
+        where = f"data.collate: {name}"
+        if not isinstance(batch, Mapping) or not batch:
+            raise DataError(f"{where} returned a {type(batch).__name__}; return a mapping from names to arrays")
+        arrays = {str(key): _array(value, f"{where}: field '{key}'") for key, value in batch.items()}
+        for key, array in arrays.items():
+            if not array.ndim or len(array) != len(items):
+                raise DataError(
+                    f"{where}: field '{key}' has shape {list(array.shape)} for {len(items)} items; the first dimension "
+                    "is the number of items"
+                )
+        return arrays
+
+    def _padded(self, rows: Sequence[Item], indices: Sequence[int]) -> Item:
         config = self.config
-        rows = [self.read(index) for index in indices]
         batch = {name: self._stacked(name, [row[name] for row in rows], indices) for name in rows[0]}
         if config.padding and config.side == "right" and LENGTHS not in batch:
             name = next(iter(config.padding))
@@ -133,7 +178,13 @@ class Items:
         return np.stack(arrays)
 
     def _read(self, index: int) -> Item:
-        item = self._asked(lambda: self.dataset[index], f"item {index}")
+        return self._checked(self._raw(index), index)
+
+    def _raw(self, index: int) -> Any:
+        return self.asked(lambda: self.dataset[index], f"item {index} of {self.config.build}")
+
+    def _checked(self, item: Any, index: int) -> Item:
+        """Item as arrays."""
         where = f"data.build: item {index} of {self.config.build}"
         if not isinstance(item, Mapping):
             raise DataError(
@@ -144,28 +195,50 @@ class Items:
             raise DataError(f"{where} has no fields")
         return {str(name): _array(value, f"{where}: field '{name}'") for name, value in item.items()}
 
-    def _asked(self, read: Callable[[], Any], what: str) -> Any:
-        """Call ``read``; an exception of the user's dataset becomes an error that names the user's function."""
+    def asked(self, read: Callable[[], Any], what: str, field: str = "build") -> Any:
+        """Call code of the user; a failure becomes an error that names the function.
+
+        Args:
+            read: the call.
+            what: description of the call.
+            field: field of the config, and further words before the description.
+
+        Raises:
+            DataError: the call failed.
+        """
         try:
             return read()
         except FOREIGN_FAILURES as failure:
-            error = DataError(f"data.build: {what} of {self.config.build} raised {type(failure).__name__}: {failure}")
+            error = DataError(f"data.{field}: {what} raised {type(failure).__name__}: {failure}")
             error.origin = failure
             raise error from failure
 
 
-def _made(config: DatasetConfig) -> Any:
+def _function(name: str, field: str) -> Callable[..., Any]:
+    """Function that a field of the config names."""
     try:
-        function = Ref(config.build).load()
+        function = Ref(name).load()
     except FOREIGN_FAILURES as failure:
         error = DataError(
-            f"data.build: {config.build} cannot be imported: {type(failure).__name__}: {failure}; write "
+            f"data.{field}: {name} cannot be imported: {type(failure).__name__}: {failure}; write "
             "'package.module:function', installed or in a directory of PYTHONPATH"
         )
         error.origin = failure
         raise error from failure
     if not callable(function):
-        raise DataError(f"data.build: {config.build} is a {type(function).__name__}, not a function")
+        raise DataError(f"data.{field}: {name} is a {type(function).__name__}, not a function")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _is_iterable(dataset: Any) -> bool:
+    """Whether a dataset has an iterator, but no items by index."""
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return isinstance(dataset, torch.utils.data.IterableDataset) or (hasattr(dataset, "__iter__") and not indexed)
+
+
+def _made(config: DatasetConfig) -> Any:
+    function = _function(config.build, "build")
     try:
         return function(**config.arguments)
     except FOREIGN_FAILURES as failure:
@@ -181,9 +254,9 @@ def _made(config: DatasetConfig) -> Any:
 def _length(config: DatasetConfig, dataset: Any) -> int:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, Mapping):
         raise DataError(
-            f"data.build: {config.build} returned a {type(dataset).__name__}, not a map-style dataset; return an "
-            "object with __len__() and __getitem__(index), such as a torch.utils.data.Dataset or one split of a "
-            "Hugging Face dataset"
+            f"data.build: {config.build} returned a {type(dataset).__name__}, not a dataset; return an "
+            "object with __len__() and __getitem__(index), or with __iter__(), such as a torch.utils.data.Dataset or "
+            "one split of a Hugging Face dataset"
         )
     try:
         count = len(dataset)

@@ -16,6 +16,7 @@ from d9d_core.types import State
 
 from d9d_data.dataset.config import DatasetConfig
 from d9d_data.dataset.items import Items
+from d9d_data.dataset.iterable import IterableStream
 from d9d_data.library.bucketing import sorted_packs
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
@@ -26,13 +27,16 @@ from d9d_data.stream.reader import Arrays
 Int64 = npt.NDArray[np.int64]
 
 
-def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream | OnePassStream:
-    """Make a map-style dataset with the user's function, and open its stream.
+def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream | IterableStream | OnePassStream:
+    """Make a map-style or iterable dataset with the user's function, and open its stream.
 
     Raises:
         DataError: the function fails, or the dataset or the sizes of its items are invalid.
     """
     items = Items(config)
+    if items.iterable:
+        facts = {name: value for name, value in _facts_of(items).items() if name != "samples"}
+        return IterableStream(config, context, items, _described(items), facts)
     if not context.one_pass:
         return DatasetStream(config, context, items)
     items.check_padding()
@@ -73,10 +77,11 @@ class ItemSamples:
 
 
 def _described(items: Items) -> str:
-    """Identity of a dataset: its function, arguments and, if present, fingerprint, but not its items."""
+    """Identity of a dataset: functions, arguments and, if it has one, its fingerprint. The items are not part of it."""
     own = getattr(items.dataset, "fingerprint", None)
     config = items.config
-    return json.dumps([config.build, config.arguments, own if isinstance(own, str) else None], default=str)
+    collate = [] if config.collate is None else [config.collate]
+    return json.dumps([config.build, config.arguments, own if isinstance(own, str) else None, *collate], default=str)
 
 
 def _facts_of(items: Items) -> dict[str, Any]:
