@@ -12,9 +12,12 @@ from d9d_core.data import DataContext
 from d9d_core.errors import DataError
 from d9d_data.chat.formats import read_conversation
 from d9d_data.config import ChatConfig, ChatFormat
+from d9d_data.corpus.format import with_format
 from d9d_data.corpus.identity import corpus_key
+from d9d_data.corpus.worker import Setup
 from d9d_data.sources.document import Piece
 from d9d_data.sources.find import find_files
+from d9d_data.sources.place import refuse
 from d9d_data.stream.chat import build_chat
 from pydantic import ValidationError
 
@@ -156,7 +159,7 @@ def test_errors_name_the_fields_of_the_record(record: Any, says: str) -> None:
     ("record", "says"),
     [
         ({"messages": [], "conversations": []},
-         r"messages \(messages\) and sharegpt \(conversations\); choose one .* 'format: messages'"),
+         r"messages \(messages\) and sharegpt \(conversations\); choose one .* 'format: messages' or 'format: shar"),
         ({"question": "a", "answer": "b", "query": "a", "response": "b"},
          "'format: {user: question, assistant: answer}'"),
         ({"instruction": "a", "output": "b", "prompt": "a", "completion": "b"}, "alpaca .* and prompt_completion"),
@@ -252,6 +255,19 @@ def test_the_format_is_part_of_the_identity(model: Path, tmp_path: Path) -> None
     one = key(user="instruction", assistant="output")
     assert one == key(user="instruction", assistant="output")
     assert one != key(user="instruction", assistant="output", context="input")
+
+
+def test_worker_processes_get_the_decided_format(model: Path, tmp_path: Path) -> None:
+    values = {"sources": ["a.jsonl"], "sequence_length": 64, "tokenizer": str(model), "format": "alpaca"}
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(ALPACA))
+    config = with_format(ChatConfig.model_validate(values), find_files([str(file)]), lambda _text: None)
+    encoder, _ = Setup(**json.loads(Setup.of(config, tmp_path).encode())).make_encoder()
+    (batch,) = encoder.encode([Piece(found) for found in find_files([str(file)])], refuse)
+    assert len(batch.ids) == 1
+    file.write_text(json.dumps({"conversations": HELLO}))
+    with pytest.raises(DataError, match="are read as alpaca"):
+        list(encoder.encode([Piece(found) for found in find_files([str(file)])], refuse))
 
 
 def test_rows_of_tables_are_read_alike(stream: Open, tmp_path: Path) -> None:

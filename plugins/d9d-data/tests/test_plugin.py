@@ -64,7 +64,7 @@ def test_columns_of_microbatches_have_the_declared_dimensions() -> None:
     rows, samples = {"tokens": 2, "targets": 2}, {"samples": 1}
     found = {one.name: one.gives for one in plugin.d9d_datasets() if one.gives}
     assert found == {
-        "text": {**rows, "positions": 2, "documents": 2}, "documents": rows, "chat": rows,
+        "text": {**rows, "positions": 2, "documents": 2}, "documents": rows, "chat": rows, "tokens": rows,
         "preference": {**rows, **samples}, "labelled": {"tokens": 2, "labels": 1}, "pairs": {"tokens": 2, **samples},
         "mixture": "inner",
     }  # fmt: skip

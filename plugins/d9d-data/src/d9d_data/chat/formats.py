@@ -293,7 +293,8 @@ def _matching(values: Mapping[str, Any], where: str, formats: Mapping[str, tuple
             f"{'; '.join(_listed(formats))}; rename the fields, or name them in the job file: 'format: {example}'"
         )
     names = [one.name for one in best]
-    choice = f"'format: {names[0]}'" if len(set(names)) == len(names) else f"the fields, such as 'format: {example}'"
+    named = " or ".join(f"'format: {name}'" for name in names)
+    choice = named if len(set(names)) == len(names) else f"its fields, such as 'format: {example}'"
     raise DataError(
         f"{where} has the fields of several formats, {' and '.join(map(str, best))}; choose one in data: {choice}"
     )
