@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from d9d_core.data import DataContext
 from d9d_core.errors import DataError
-from d9d_data.chat.formats import read_conversation
+from d9d_data.chat.formats import chat_format_of, read_conversation, told
 from d9d_data.config import ChatConfig, ChatFormat
 from d9d_data.corpus.format import with_format
 from d9d_data.corpus.identity import corpus_key
 from d9d_data.corpus.worker import Setup
 from d9d_data.sources.document import Piece
 from d9d_data.sources.find import find_files
-from d9d_data.sources.place import refuse
+from d9d_data.sources.opening import SourceFile
+from d9d_data.sources.place import Place, Record, refuse
 from d9d_data.stream.chat import build_chat
 from pydantic import ValidationError
 
@@ -179,6 +180,16 @@ def test_a_found_format_is_told_with_the_first_record(stream: Open) -> None:
     told = 'chat: records are read as alpaca (instruction, input, output), by the first: {"instruction": "Add.", "inp'
     assert [note[: len(told)] for note in notes if "records are read" in note] == [told]
     assert max(len(note) for note in notes if "records are read" in note) < 220
+
+
+def test_a_note_of_a_strange_record_can_be_printed() -> None:
+    record = Record(
+        {"instruction": "\ud800\n" * 99, "output": [{"a": ["b" * 999] * 99}] * 99}, Place(SourceFile.of("a"))
+    )
+    line = told(chat_format_of(record), record, "chat")
+    assert line.encode()
+    assert "\n" not in line
+    assert len(line) < 200
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ def told(found: Found[F], record: Record, selector: str) -> str:
         selector: name of the dataset.
     """
     shown = json.dumps(_shortened(record.values), ensure_ascii=False, default=str)
+    shown = shown.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be printed
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     used = {*required(found.fields), *_optional(found.fields)}
     names = ", ".join(field for field, value in record.values.items() if field in used and value is not None)
