@@ -381,6 +381,9 @@ class TokensConfig(PackableConfig, TokenizedConfig):
     """Selects the plugin."""
     sources: tuple[PathOrAddress, ...]
     """Structured files, as for ``text``."""
+    malformed: Literal["error", "skip"] = "error"
+    """Treatment of a record whose ids, labels or mask are malformed: ``error``, or ``skip`` to leave it out and count
+    it."""
     ids: str = Field(default="input_ids", min_length=1)
     """Field of the token ids. A field ``attention_mask`` that ends with zeros marks padding, which is cut."""
     labels: str | None = Field(default=None, min_length=1)
