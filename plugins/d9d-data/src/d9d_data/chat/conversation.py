@@ -325,7 +325,7 @@ def tools_in(value: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
 
 
 def kind_of(value: object) -> str:
-    """Type of a value in terms of JSON."""
+    """Name of a value's type in JSON, such as ``a list``, for error messages."""
     if value is None:
         return "null"
     names = {
