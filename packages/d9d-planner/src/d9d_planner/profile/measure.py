@@ -25,10 +25,10 @@ class Measured:
         step: seconds of a step, without a profiler.
         waits: seconds in which the step waits for its data.
         host: seconds in which the host launches the work of the step.
-        tail: seconds that the device still computes after the host has launched all timed steps, divided by their
-            number; 0 on a CPU.
-        kinds: kind of work -> seconds, in steps recorded by a profiler; ``idle`` while nothing runs.
-        recorded: seconds of a recorded step, which is slower.
+        tail: seconds that the device still computes after the host has launched all timed steps; 0 on a CPU.
+        kinds: kind of work -> seconds, in steps recorded by a profiler. On a CPU, ``idle`` is the time in which no
+            operation runs. On a GPU, whose kernels the profiler does not slow down, it is the rest of ``step``.
+        recorded: seconds that ``kinds`` divide: of a recorded step on a CPU, else ``step``.
         tokens: tokens of a step, over all processes.
         memory: peak of the allocated bytes on a GPU; ``None`` on a CPU.
         on_device: whether ``kinds`` are times of a GPU.
@@ -77,11 +77,16 @@ def measure(trainer: Trainer, warmup: int, timed: int, recorded: int) -> Measure
     end = time.perf_counter()
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     kinds, total = _recorded(device, recorded, one_step, trainer)
+    step = (end - begin) / timed
+    if device.type != "cpu":
+        busy = sum(taken for kind, taken in kinds.items() if kind != "idle")
+        total = max(step, busy)
+        kinds["idle"] = total - busy
     return Measured(
-        step=(end - begin) / timed,
+        step=step,
         waits=sum(waits for waits, _, _ in taken) / timed,
         host=sum(host for _, host, _ in taken) / timed,
-        tail=(end - launched) / timed,
+        tail=end - launched,
         kinds=kinds,
         recorded=total,
         tokens=sum(float(tokens) for _, _, tokens in taken) / timed,

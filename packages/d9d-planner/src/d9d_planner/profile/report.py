@@ -27,8 +27,8 @@ def lines(found: Measured, job: Job, predicted: tuple[float | None, str]) -> Ite
     yield f"step: {found.step * 1e3:.2f} ms, {found.tokens / found.step:,.0f} tokens/s{memory}"
     yield f"  waits for data          {_row(found.waits, found.step)}"
     yield f"  host launches work      {_row(found.host, found.step)}"
-    device = "GPU" if found.on_device else "CPU"
-    yield f"time of the {device} in recorded steps, which are slower: {found.recorded * 1e3:.2f} ms"
+    recorded = f"CPU in recorded steps, which are slower: {found.recorded * 1e3:.2f} ms"
+    yield f"time of the {'GPU' if found.on_device else recorded}"
     for kind, label in LABELS.items():
         yield f"  {label:<22}  {_row(found.kinds.get(kind, 0.0), found.recorded)}"
     count = job.batch.size // max(1, job.microbatch_size * job.mesh.data_parallel_size)
