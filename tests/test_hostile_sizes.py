@@ -17,7 +17,7 @@ LARGE = 2**62
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "head_dim"])
 def test_sizes_whose_product_cannot_be_counted(small_job: Callable[..., Path], field: str) -> None:
     model = json.loads(small_job().read_text())["model"]
-    with pytest.raises(BuildError, match="model: .*its sizes make a tensor larger than any memory"):
+    with pytest.raises(BuildError, match="model: .*sizes in its config need a tensor larger than any memory"):
         Job.load(small_job(model={**model, field: LARGE})).plan()
 
 

@@ -87,14 +87,14 @@ def test_new_heads_are_named_and_an_adapter_goes_on_top(run: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
     job = values(run.parents[1], run)
     job["model"]["name"] = "qwen3_moe"
-    with pytest.raises(JobError, match="its checkpoint is of model 'qwen3'; set model.name to this name"):
+    with pytest.raises(JobError, match="its checkpoint contains a model 'qwen3', not "):
         Job.from_values(job)
 
 
 def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "manifest.json").write_text("{")
-    with pytest.raises(D9dError, match=r"manifest\.json of its newest checkpoint cannot be read"):
+    with pytest.raises(D9dError, match=r"manifest\.json cannot be read"):
         started(run, tmp_path)
 
 

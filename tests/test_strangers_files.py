@@ -230,7 +230,7 @@ def test_a_huge_file_of_a_model_is_refused_before_a_library_reads_it(
     with soon():
         status, _, err = d9d("generate", str(copy), "--prompt", "x", "--device", "cpu")
     assert status == 2
-    assert f"{name} cannot be read: it has more than" in err
+    assert f"{name} cannot be read: the file has more than" in err
 
 
 @pytest.mark.thorough

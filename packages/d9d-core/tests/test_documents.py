@@ -72,14 +72,14 @@ def test_an_absent_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\nsteps: !!int abc\n", "job.yaml:2: 'abc' cannot be read as !!int"),
-        ("\nsteps: !!int ''\n", "job.yaml:2: '' cannot be read as !!int"),
-        ("\nsteps: !!bool maybe\n", "job.yaml:2: 'maybe' cannot be read as !!bool"),
-        ("steps: " + "1" * 5000, "job.yaml:1: '1111"),
+        ("\nsteps: !!int abc\n", "job.yaml:2: YAML reads 'abc' as the type int, "),
+        ("\nsteps: !!int ''\n", "job.yaml:2: YAML reads '' as the type int, "),
+        ("\nsteps: !!bool maybe\n", "job.yaml:2: YAML reads 'maybe' as the type bool, "),
+        ("steps: " + "1" * 5000, "job.yaml:1: YAML reads '1111"),
         ("\nrun: !!timestamp abc\n", "job.yaml:2: the tag tag:yaml.org,2002:timestamp would build an object"),
         ("run: !!binary aGVsbG8=\n", "job.yaml:1: the tag tag:yaml.org,2002:binary would build an object"),
-        ("\nkernels: &a {x: *a}\n", "job.yaml:2: an alias refers to a node that contains it"),
-        ("kernels: &a {<<: *a}\n", "job.yaml:1: an alias refers to a node that contains it"),
+        ("\nkernels: &a {x: *a}\n", "job.yaml:2: an alias (*name) refers to a mapping or list that contains the alias"),
+        ("kernels: &a {<<: *a}\n", "job.yaml:1: an alias (*name) refers to a mapping or list that contains the alias"),
         ("run: {<<: 3}\n", "job.yaml:1: '<<' takes a mapping, or a list of mappings"),
         ("a:\n  " + "[" * 3000 + "]" * 3000, "job.yaml:2: nested more than 100 levels deep"),
         ("a: " + "[" * 110 + "]" * 110, "job.yaml:1: nested more than 100 levels deep"),
@@ -90,7 +90,7 @@ def test_an_absent_file_is_an_error(tmp_path: Path) -> None:
         ("a: 1\nb: \0\n", "job.yaml:2: the character U+0000 is not allowed"),
         ("\n1: x\n", "job.yaml:2: a key must be text, and 1 is a number; put it in quotes if it is meant as text"),
         ("on: x\n", "job.yaml:1: a key must be text, and on is not text; put it in quotes if it is meant as"),
-        ("? [a]\n: x\n", "job.yaml:1: a key must be text, not a list or a mapping"),
+        ("? [a]\n: x\n", "job.yaml:1: a key must be text, but this key is a list or a mapping"),
     ],
 )
 def test_a_malformed_value_is_an_error_at_its_line_and_not_expanded(tmp_path: Path, text: str, message: str) -> None:

@@ -21,20 +21,20 @@ from pydantic import ValidationError
 
 def test_a_job_file_that_is_a_device_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").symlink_to("/dev/zero")
-    with pytest.raises(JobError, match=r"job.yaml: cannot be read: it is a device"):
+    with pytest.raises(JobError, match=r"job.yaml: cannot be read: the path leads to a device"):
         Document.read(tmp_path / "job.yaml")
 
 
 def test_a_job_file_that_is_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "job.yaml")
-    with pytest.raises(JobError, match=r"job.yaml: cannot be read: it is a named pipe"):
+    with pytest.raises(JobError, match=r"job.yaml: cannot be read: the path leads to a named pipe"):
         Document.read(tmp_path / "job.yaml")
 
 
 def test_a_huge_job_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "job.yaml").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(JobError, match=r"job.yaml: cannot be read: it has more than 1,048,576 bytes"):
+    with pytest.raises(JobError, match=r"job.yaml: cannot be read: the file has more than 1,048,576 bytes"):
         Document.read(tmp_path / "job.yaml")
 
 
@@ -54,7 +54,7 @@ def test_a_path_that_no_system_takes_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize("content", [b"[" * 10**5, b'{"a": "\\udc00"}', b'{"a": 1' + b"0" * 400 + b"}", b"\xff"])
 def test_a_config_of_a_model_that_would_fail_later_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match="its config.json is damaged"):
+    with pytest.raises(CheckpointError, match="its config.json is not valid JSON"):
         read_config_json(str(tmp_path))
 
 
@@ -64,7 +64,7 @@ def test_a_config_at_an_address_may_be_as_large_as_one_on_disk(monkeypatch: pyte
     monkeypatch.setattr(pretrained, "MAX_JSON_BYTES", len(content))
     assert read_config_json("memory://sizes/") == {"a": 1}
     monkeypatch.setattr(pretrained, "MAX_JSON_BYTES", len(content) - 2)
-    with pytest.raises(CheckpointError, match="its config.json is damaged"):  # no more is read
+    with pytest.raises(CheckpointError, match="its config.json is not valid JSON"):  # no more is read
         read_config_json("memory://sizes/")
 
 

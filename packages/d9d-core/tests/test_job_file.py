@@ -133,7 +133,7 @@ def test_a_section_without_a_name_is_an_error(tmp_path: Path) -> None:
 
 def test_a_missing_section_says_what_to_add(tmp_path: Path) -> None:
     assert complaint(tmp_path, MINIMAL.replace("steps: 3\n", "")) == (
-        "job.yaml: steps: missing; add 'steps:' or 'epochs:' to the job file"
+        "job.yaml: steps: the length of the run is missing; add 'steps:' or 'epochs:' to the job file"
     )
 
 
@@ -217,7 +217,8 @@ def task_plugin(config: str) -> SimpleNamespace:
     [
         (
             "evaluation: {every: 2}\n",
-            "job.yaml:6: evaluation.data: missing; add 'data:' under 'evaluation', or 'sets:' for several",
+            "job.yaml:6: evaluation.data: the data is missing; add 'data:' under 'evaluation', or 'sets:' for "
+            "several datasets",
         ),
         (
             "evaluation: {every: 2, data: toy_data, sets: {a: toy_data}}\n",
@@ -460,5 +461,5 @@ def test_sizes_are_read_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> N
     )
     assert pretrained.find_manifest(str(tmp_path)) is None
     assert pretrained._sizes_of_checkpoint("m", newest / "manifest.json") == {"width": 10}
-    with pytest.raises(CheckpointError, match="^its checkpoint is of model 'm'; set model.name to this name"):
+    with pytest.raises(CheckpointError, match="^its checkpoint contains a model 'm', not "):
         pretrained._sizes_of_checkpoint("other", newest / "manifest.json")

@@ -196,7 +196,7 @@ def test_a_missing_api_statement_is_reported(install: Install) -> None:
         ("def d9d_strategies(): ...", "defines d9d_strategies without the decorator; write @hookimpl above it"),
         (
             "@hookimpl\ndef d9d_strategies(): yield 5",
-            "yields int from d9d_strategies, which takes StrategySpec",
+            "yields an object of type int from the hook d9d_strategies; yield StrategySpec records",
         ),
         (
             "@hookimpl\ndef d9d_strategies():\n    yield strategy('a')\n    yield strategy('a')",
@@ -209,15 +209,15 @@ def test_a_missing_api_statement_is_reported(install: Install) -> None:
         ("@hookimpl\ndef d9d_strategies(extra): yield strategy('a')", "has an invalid hook"),
         (
             "@hookimpl\ndef d9d_strategies(): return strategy('a')",
-            "returns one StrategySpec from d9d_strategies; use yield instead of return, or return a list",
+            "returns one StrategySpec from the hook d9d_strategies; use yield instead of return, or return a list",
         ),
         (
             "@hookimpl\ndef d9d_strategies(): strategy('a')",
-            "returns nothing from d9d_strategies; write yield in front of each record",
+            "returns nothing from the hook d9d_strategies; write yield in front of each record",
         ),
         (
             "@hookimpl\ndef d9d_strategies(): return 5",
-            "returns int from d9d_strategies; write yield in front of each record",
+            "returns int from the hook d9d_strategies; write yield in front of each record",
         ),
         (
             "class Mine: ...\n@hookimpl\ndef d9d_strategies():\n"
@@ -232,7 +232,7 @@ def test_a_missing_api_statement_is_reported(install: Install) -> None:
         (
             "@hookimpl\ndef d9d_models():\n"
             "    yield ModelSpec(name='a', summary='s', config=Ref('a:b'), build=Ref('a:b'), hugging_face=5)",
-            "ModelSpec 'a': hugging_face is 5; give it a Ref",
+            "ModelSpec 'a': hugging_face is 5; write Ref('package.module:attribute')",
         ),
     ],
 )

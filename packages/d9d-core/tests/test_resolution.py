@@ -170,8 +170,8 @@ def test_a_component_that_cannot_be_built_says_why() -> None:
     with pytest.raises(BuildError) as caught:
         made("large")
     assert str(caught.value) == (
-        "place: thing 'x': its sizes make a tensor larger than any memory (Storage size calculation overflowed with "
-        "sizes=[9]); correct them"
+        "place: thing 'x': the sizes in its config need a tensor larger than any memory "
+        "(Storage size calculation overflowed with sizes=[9]); lower them"
     )
     with pytest.raises(BuildError) as caught:
         made("fails", 1, "a")
@@ -192,7 +192,7 @@ def test_a_composite_component_gets_a_builder_of_its_inner_ones() -> None:
     assert (config, first) == ("config", 1)
     assert callable(build)
     other: Any = SimpleNamespace(selector="other")
-    with pytest.raises(BuildError, match="^place: 'x' builds 'other', which is not in its config$"):
+    with pytest.raises(BuildError, match="^place: 'x' builds 'other', which is not in its config; its build must"):
         build(other)
     assert made("makes", 1) == ("config", (1,))
 

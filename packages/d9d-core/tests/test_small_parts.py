@@ -151,7 +151,7 @@ def test_ranks_and_coordinates_are_in_row_major_order() -> None:
     assert GRID.group(17, ["dp"]) == (13, 17, 21)
     assert GRID.group(17, ["tp", "pp"]) == (4, 5, 6, 7, 16, 17, 18, 19)
     assert GRID.group(17, []) == (17,)
-    with pytest.raises(BuildError, match="^the mesh has no dimension 'ep', 'x' here, only pp, dp, tp$"):
+    with pytest.raises(BuildError, match="^this view of the mesh has no dimension 'ep', 'x'; use one of pp, dp, tp$"):
         GRID.group(0, ["x", "dp", "ep"])
 
 
@@ -186,7 +186,7 @@ def test_a_pipeline_places_its_stages_and_asks_its_schedule_once() -> None:
     assert [pipeline_of((0, 1), least=least).least_microbatches(4) for least in (1, 3, 4)] == [1, 3, 4]
     moving = pipeline_of((0, 1), moves_at=3)
     moving.program(0, 2)
-    with pytest.raises(BuildError, match=r"the schedule places stages differently for 3 microbatch\(es\)"):
+    with pytest.raises(BuildError, match=r"with 3 microbatch\(es\), the schedule puts stages on other ranks"):
         moving.program(0, 3)
 
 
@@ -321,7 +321,7 @@ def test_a_view_cuts_the_ranks_into_other_dimensions() -> None:
         JobError, match="view 'v' cannot lay ep=5 over dp_replicate=1 x dp_shard=6 x cp=1 x tp=2; change"
     ):
         Grid.of_view(experts, {**axes, "ep": 5})
-    with pytest.raises(JobError, match="^mesh: view 'v' has all=6 = 6 ranks, the mesh has 24$"):
+    with pytest.raises(JobError, match="^mesh: the view 'v' has all=6 = 6 ranks, but the mesh has 24; "):
         Grid.of_view(view(("all", ("dp_shard",), ())), axes)
 
 

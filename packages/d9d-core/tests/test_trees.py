@@ -39,7 +39,7 @@ def test_a_function_sees_the_leaves_of_all_trees_in_one_place() -> None:
     [
         ({"a": [1, (2, None)]}, "the root"),
         ({**TREE, "a": [1]}, r"\['a'\]"),
-        ({**TREE, "d": [3]}, r"\['d'\]: a leaf, and a list"),
+        ({**TREE, "d": [3]}, r"\['d'\]: one has a leaf, another a list"),
         ({**TREE, "a": 1}, r"\['a'\]: \[0, 1\] and a leaf"),
     ],
 )
@@ -73,7 +73,7 @@ def test_one_dimension_counts_for_all_below_it_and_empty_tensors_split() -> None
 
 
 def test_what_cannot_be_split_is_refused_with_the_place() -> None:
-    with pytest.raises(ValueError, match=r"tensor \['x'\] of shape \[3\]: dim 0 has no 2 equal parts"):
+    with pytest.raises(ValueError, match=r"tensor \['x'\] of shape \[3\]: 2 parts do not divide dim 0"):
         split({"x": torch.zeros(3)}, 0, 2)
     with pytest.raises(ValueError, match="dims has branches at the root"):
         split(torch.zeros(2), {"x": 0}, 2)

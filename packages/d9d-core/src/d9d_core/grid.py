@@ -55,7 +55,10 @@ class Grid:
         sizes = {dim.name: sizes[dim.name] for dim in view.dims}
         grid, world = cls(sizes), math.prod(axes[axis] for axis in AXES)
         if grid.size != world:
-            raise JobError(f"mesh: view '{view.name}' has {grid} = {grid.size} ranks, the mesh has {world}")
+            raise JobError(
+                f"mesh: the view '{view.name}' has {grid} = {grid.size} ranks, but the mesh has {world}; "
+                "a view must cover each rank once: change its dimensions, or the mesh"
+            )
         return grid
 
     @property
@@ -86,7 +89,7 @@ class Grid:
         chosen, own = set(dims), self.coordinate(rank)
         if unknown := sorted(chosen - self.sizes.keys()):
             names = ", ".join(map(repr, unknown))
-            raise BuildError(f"the mesh has no dimension {names} here, only {', '.join(self.sizes)}")
+            raise BuildError(f"this view of the mesh has no dimension {names}; use one of {', '.join(self.sizes)}")
         ranks = [0]
         for name, size in self.sizes.items():
             positions = range(size) if name in chosen else (own[name],)

@@ -18,8 +18,8 @@ Start here: a ``plugin.py`` states its API version and yields records from hooks
 A record is cheap to build. Code that needs torch or pydantic is named by a :class:`Ref` and loaded when a job uses it.
 Protocols define the interfaces of the referenced code; the docstring of each record class names its protocol.
 
-Capabilities are flat tokens: tokens in ``requires`` must hold for the job, ``provides`` adds tokens to the job, and
-tokens in ``conflicts`` must not hold. This module imports neither torch nor pydantic.
+Capabilities are tokens such as ``model:blocks``: tokens in ``requires`` must hold for the job, ``provides`` adds tokens
+to the job, and tokens in ``conflicts`` must not hold. This module imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _import(name: str) -> ModuleType:
 
 def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[str]:
     if isinstance(value, str):
-        raise TypeError(f"expected a set of {what}, got the string {value!r}")
+        raise TypeError(f"expected a set of {what}, got the string {value!r}; write {{{value!r}}}")
     return frozenset(value)
 
 
@@ -131,9 +131,11 @@ def _check_dims(record: str, tensors: Mapping[str, int]) -> None:
 
 def _check_summary(who: str, summary: str) -> None:
     if not summary.strip():
-        raise ValueError(f"{who} needs a summary")
+        raise ValueError(f"{who} needs a summary; write a sentence about it")
     if visible(summary) != summary:
-        raise ValueError(f"{who} has a summary with characters that control a terminal: {summary!r}")
+        raise ValueError(
+            f"{who} has a summary with characters that control a terminal: {summary!r}; remove these characters"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +179,7 @@ class Spec:
         if isinstance(value, str):
             raise TypeError(f"{where} a text; write Ref({value!r})")
         if not hasattr(value, "__qualname__"):
-            raise TypeError(f"{where} {value!r}; give it a Ref")
+            raise TypeError(f"{where} {value!r}; write Ref('package.module:attribute')")
         kind = "class" if isinstance(value, type) else "function"
         # A single-file plugin has no fixed module name to write.
         target = f"{value.__module__}:{value.__qualname__}"

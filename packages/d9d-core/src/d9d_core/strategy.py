@@ -135,7 +135,10 @@ def no_collectives(step: StepShape, /) -> Sequence[Collective]:  # noqa: ARG001 
 
 @runtime_checkable
 class CommunicatesAlone(Protocol):
-    """Protocol of a module that communicates by itself over a group that a strategy gave it, such as a split head."""
+    """Protocol of a module that communicates by itself over a group that a strategy gave it.
+
+    An example is an output head whose vocabulary is split over the group.
+    """
 
     def forward_collectives(self, step: StepShape) -> Iterable[tuple[Kind, int | None]]:
         """Operation and bytes of each collective in one forward on a microbatch; the backward must have none."""
@@ -166,7 +169,7 @@ class CommunicatesInContext(Protocol):
     """Protocol of a :class:`~d9d_core.model.SeesContext` that lists its collectives over ``cp``."""
 
     def context_collectives(self, step: StepShape) -> Iterable[ContextCall]:
-        """Collectives of a microbatch, after :meth:`~d9d_core.model.SeesContext.see_context`."""
+        """Collectives of a microbatch; callers call :meth:`~d9d_core.model.SeesContext.see_context` first."""
         ...
 
 

@@ -104,12 +104,12 @@ class HasBlocks(Protocol):
 class TensorParallelizable(Protocol):
     """``model:tensor_parallel``: the module declares how its children may be split over ``tp``.
 
-    Between the modules of a stage, positions are split: each rank holds S / tp of them. A module with children of style
-    ``COLUMN`` receives all positions in its first argument; its ``ROW`` children return the rank's own positions.
-    Embeddings of style ``VOCAB`` receive all tokens, and return the rank's own positions. Other modules of style
-    ``VOCAB``, and modules of style ``WHOLE``, receive all positions in their first argument, and their output is not
-    changed. Every parameter of the stage must belong to a child with a style. :mod:`d9d_core.model` has further,
-    optional protocols.
+    Between the modules of a stage, positions are split: each rank holds S / tp of them. The strategy gathers all
+    positions for the first argument of a module with children of style ``COLUMN``; its ``ROW`` children return the
+    rank's own positions. Embeddings of style ``VOCAB`` receive all token ids, and return the rank's own positions. For
+    output heads of style ``VOCAB`` and modules of style ``WHOLE``, the strategy gathers all positions of the first
+    argument, and passes their output on unchanged. Every parameter of the stage must belong to a child with a style.
+    :mod:`d9d_core.model` has further, optional protocols.
     """
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:

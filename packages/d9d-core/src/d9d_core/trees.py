@@ -48,7 +48,9 @@ class Structure:
         given = list(values)
         count = sum(1 for _ in leaves(self.tree))
         if len(given) != count:
-            raise ValueError(f"the structure has {count} leaves, but {len(given)} values were given")
+            raise ValueError(
+                f"the structure has {count} leaves, but {len(given)} values were given; give one for each leaf"
+            )
         return map_tree(given.__getitem__, self.tree)
 
 
@@ -164,7 +166,7 @@ def _cut(tensor: Any, dim: int | None, parts: int, path: Path) -> _Pieces:
         return _Pieces([tensor] * parts)
     if tensor.shape[dim] % parts:
         raise ValueError(
-            f"tensor {path_text(path)} of shape {list(tensor.shape)}: dim {dim} has no {parts} equal parts"
+            f"tensor {path_text(path)} of shape {list(tensor.shape)}: {parts} parts do not divide dim {dim}; pad it"
         )
     return _Pieces(tensor.chunk(parts, dim) if tensor.shape[dim] else [tensor] * parts)
 
@@ -173,7 +175,8 @@ def _mapped(function: Callable[..., Any], tree: Tree, others: Sequence[Tree], pa
     branches = _branches(tree)
     if branches is None:
         if found := next((other for other in others if _branches(other) is not None), None):
-            raise ValueError(f"trees differ at {path_text(path) or 'the root'}: a leaf, and a {type(found).__name__}")
+            kind = type(found).__name__
+            raise ValueError(f"trees differ at {path_text(path) or 'the root'}: one has a leaf, another a {kind}")
         return function(tree, *others)
     below = [_same_branches(branches, other, path) for other in others]
     made = {key: _mapped(function, item, [b[key] for b in below], (*path, key)) for key, item in branches.items()}

@@ -79,13 +79,15 @@ def open_regular(path: str | Path, links: Links = "any") -> int:
         raise OSError(errno.EINVAL, str(error), str(path)) from error
     except OSError as error:
         if error.errno == errno.ELOOP and links != "any":
-            raise OSError(errno.ELOOP, "it is a link, and must be a regular file", str(path)) from error
+            raise OSError(
+                errno.ELOOP, "the file is a symbolic link; put a copy of its target there", str(path)
+            ) from error
         raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         kind = _KINDS.get(stat.S_IFMT(mode), "special file")
-        raise OSError(errno.EINVAL, f"it is a {kind}, and must be a regular file", str(path))
+        raise OSError(errno.EINVAL, f"the path leads to a {kind}; a regular file is needed", str(path))
     return descriptor
 
 
@@ -97,7 +99,9 @@ def _target(path: str | Path) -> str:
     # <cache>/models--x--y/snapshots/<revision>/config.json leads to ../../blobs/<hash>
     blobs = directory.parents[1] / "blobs" if directory.parent.name == "snapshots" else directory
     if directory not in target.parents and blobs not in target.parents:
-        raise OSError(errno.ELOOP, "it is a link that leaves its directory; copy the file there", str(path))
+        raise OSError(
+            errno.ELOOP, "the file is a symbolic link to another directory; put a copy of its target there", str(path)
+        )
     return str(target)
 
 
@@ -115,7 +119,7 @@ def read_regular(path: str | Path, limit: int = MAX_JSON_BYTES, links: Links = "
     with open(open_regular(path, links), "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes, too many for this kind of file", str(path))
+        raise OSError(errno.EFBIG, f"the file has more than {limit:,} bytes, the limit for such files", str(path))
     return content
 
 
@@ -131,12 +135,12 @@ def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES
         ValueError: the content is not JSON, is nested too deeply, or has text or numbers that later code cannot handle.
     """
     if len(content) > limit:
-        raise ValueError(f"it has more than {limit:,} bytes")
+        raise ValueError(f"the JSON text has more than {limit:,} bytes")
     structure = _STRING.sub(b"", content)
     if _depth(structure) > MAX_JSON_DEPTH:
-        raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
+        raise ValueError(f"the JSON is nested more than {MAX_JSON_DEPTH} levels deep")
     if sum(map(structure.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
-        raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
+        raise ValueError(f"the JSON has more than {MAX_JSON_VALUES:,} values")
     del structure
     value = json.loads(
         content.decode("utf-8-sig"),
@@ -160,7 +164,7 @@ def _depth(structure: bytes) -> int:
 
 def _whole(text: str) -> int:
     if len(text) > _MAX_DIGITS:
-        raise ValueError(f"it has a number of {len(text)} digits")
+        raise ValueError(f"the JSON has a number of {len(text)} digits, more than {_MAX_DIGITS}")
     return int(text)
 
 
@@ -171,7 +175,7 @@ def _finite(text: str) -> float:
 
 
 def _no_constant(text: str) -> float:
-    raise ValueError(f"it has {text}, which is not JSON")
+    raise ValueError(f"the JSON has {text}, which is not a JSON number")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -180,7 +184,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         seen: set[str] = set()
         twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"'{twice}' appears twice")
+        raise ValueError(f"the name '{twice}' appears twice in a JSON object")
     return found
 
 

@@ -26,7 +26,10 @@ def inner_builder(chosen: Chosen) -> Callable[..., Any]:
         same = [inner for inner, given in chosen.inner if given is config]
         same = same or [inner for inner, given in chosen.inner if given == config]
         if not same:
-            raise BuildError(f"{chosen.where}: {chosen.entry} builds '{config.selector}', which is not in its config")
+            raise BuildError(
+                f"{chosen.where}: {chosen.entry} builds '{config.selector}', which is not in its config; "
+                "its build must pass on a config from a field of its own config"
+            )
         return instantiate(same[0], config, *arguments)
 
     return build
@@ -58,13 +61,15 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
         if _TOO_LARGE.search(str(error)):
             reason = str(error).partition("\n")[0][:200]
             raise BuildError(
-                f"{where}: its sizes make a tensor larger than any memory ({reason}); correct them"
+                f"{where}: the sizes in its config need a tensor larger than any memory ({reason}); lower them"
             ) from error
         if not isinstance(error, TypeError):
             raise
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # raised by the call itself
             kinds = ", ".join(["config", *(type(argument).__name__ for argument in arguments)])
-            raise BuildError(f"{where}: {chosen.spec.build} cannot be called with ({kinds}): {error}") from error
+            raise BuildError(
+                f"{where}: {chosen.spec.build} cannot be called with ({kinds}): {error}; give it these parameters"
+            ) from error
         raise
     check_component(chosen, component)
     return component

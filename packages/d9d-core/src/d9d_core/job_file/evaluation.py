@@ -34,7 +34,7 @@ class Evaluation(Section):
     def _require_one_source(cls, data: PluginConfig | None, info: ValidationInfo) -> PluginConfig | None:
         sets = info.data.get("sets")
         if data is None and sets == {}:
-            raise ValueError("missing; add 'data:' under 'evaluation', or 'sets:' for several")
+            raise ValueError("the data is missing; add 'data:' under 'evaluation', or 'sets:' for several datasets")
         if data is not None and sets:
             raise ValueError(
                 f"'sets' already names {', '.join(sets)}; move 'data' into 'sets', or remove one of the two"

@@ -42,13 +42,13 @@ def model_for_type(config_json: Mapping[str, Any], registry: Registry) -> tuple[
     """
     model_type = config_json.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise JobError("its config.json states no model_type; name the model: name: ...")
+        raise JobError("its config.json states no model_type; name the model in model.name")
     entries = [entry for entry in registry.entries("model") if _types(entry)]
     readers = [entry for entry in entries if model_type in _types(entry)]
     readers = readers or [entry for entry in entries if ANY_MODEL_TYPE in _types(entry)]
     if len(readers) > 1:
         listed = " and ".join(str(entry) for entry in readers)
-        raise JobError(f"{listed} read model_type {model_type[:80]!r}; choose one: name: ...")
+        raise JobError(f"the models {listed} read model_type {model_type[:80]!r}; choose one in model.name")
     if not readers:
         raise JobError(_none_reads(model_type[:80], entries, registry))
     (entry,) = readers

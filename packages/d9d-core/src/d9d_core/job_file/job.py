@@ -377,7 +377,7 @@ class JobConfig(BaseJob):
     def _require_steps_or_epochs(cls, steps: int | None, info: ValidationInfo) -> int | None:
         epochs = info.data.get("epochs")
         if steps is None and "epochs" in info.data and epochs is None:
-            raise ValueError("missing; add 'steps:' or 'epochs:' to the job file")
+            raise ValueError("the length of the run is missing; add 'steps:' or 'epochs:' to the job file")
         if steps is not None and epochs is not None:
             raise ValueError(f"'epochs: {epochs:g}' already gives the length of the run; remove one of them")
         return steps

@@ -27,7 +27,7 @@ def load_config(entry: Entry) -> type[PluginConfig]:
     except FOREIGN_FAILURES as error:
         raise plugin_error(f"{subject} failed to load: {shown(error)}{import_advice(error)}", error) from error
     if not (isinstance(config, type) and issubclass(config, PluginConfig)):
-        raise PluginError(f"{subject} is not a subclass of d9d_core.config.PluginConfig")
+        raise PluginError(f"{subject} is not a subclass of d9d_core.config.PluginConfig; derive it from this class")
     name = config.model_fields["name"].default
     if name != entry.spec.key:
         wanted = f"name: Literal[{entry.spec.key!r}] = {entry.spec.key!r}"

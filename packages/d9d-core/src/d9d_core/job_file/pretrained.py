@@ -34,7 +34,10 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
     """
     spec = entry.spec
     if not issubclass(load_config(entry), ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
-        raise JobError(f"model {entry} cannot start from pretrained weights; it has no Hugging Face layout")
+        raise JobError(
+            f"model {entry} cannot start from pretrained weights, as it has no Hugging Face layout; remove "
+            "model.pretrained"
+        )
     try:
         layout = spec.hugging_face.load()()
     except FOREIGN_FAILURES as error:
@@ -60,8 +63,8 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
 
 def _check_model_type(entry: Entry, spec: ModelSpec, model_type: object) -> None:
     if spec.model_types and not spec.model_types & {model_type, ANY_MODEL_TYPE}:
-        text = f"its model_type is {repr(model_type)[:80]}, which model {entry} does not read"
-        raise CheckpointError(f"{text}; remove model.name to use the installed model that does")
+        text = f"model_type in its config.json is {repr(model_type)[:80]}, which model {entry} does not read"
+        raise CheckpointError(f"{text}; remove model.name, so that d9d uses the installed model that reads it")
 
 
 def find_manifest(location: str) -> Path | None:
@@ -83,7 +86,9 @@ def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
     stored = stored_model(manifest)
     selector = str(stored.get("name"))
     if selector.rpartition("/")[2] != name:
-        raise CheckpointError(f"its checkpoint is of model {selector[:80]!r}; set model.name to this name")
+        raise CheckpointError(
+            f"its checkpoint contains a model {selector[:80]!r}, not {name!r}; set model.name to {selector[:80]!r}"
+        )
     return {field: value for field, value in stored.items() if field not in ("name", "pretrained")}
 
 
@@ -96,11 +101,15 @@ def stored_model(manifest: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_regular(manifest, links="none"), strict=True)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{manifest.name} of its newest checkpoint cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{manifest} cannot be read: {error}; copy this checkpoint again, or give another in model.pretrained"
+        ) from error
     job = content.get("job") if isinstance(content, dict) else None
     stored = job.get("model") if isinstance(job, dict) else None
     if not isinstance(stored, dict):
-        raise CheckpointError(f"{manifest.name} of its newest checkpoint does not name its model")
+        raise CheckpointError(
+            f"{manifest} does not name the checkpoint's model; give a checkpoint of d9d train in model.pretrained"
+        )
     return stored
 
 
@@ -127,9 +136,9 @@ def read_config_json(location: str) -> dict[str, Any]:
     try:
         values = parse_json(content)
     except ValueError as error:
-        raise CheckpointError(f"its config.json is damaged: {error}") from error
+        raise CheckpointError(f"its config.json is not valid JSON: {error}; copy the file again") from error
     if not isinstance(values, dict):
-        raise CheckpointError("its config.json is not a JSON object")
+        raise CheckpointError("its config.json is not a JSON object; copy the model's own file there")
     return values
 
 

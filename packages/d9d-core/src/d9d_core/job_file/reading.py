@@ -104,7 +104,7 @@ def check_scalar(value: Any) -> None:
     if isinstance(value, str):
         value.encode()  # half of a surrogate pair cannot be encoded
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        raise ValueError("the number is too large")
+        raise ValueError(f"a number may have at most {_MAX_BITS} bits; lower it, or quote it to make it a text")
 
 
 def _explained(error: yaml.MarkedYAMLError) -> str:
@@ -129,7 +129,7 @@ class _Builder:
         if self._values > MAX_VALUES:
             raise self._error(node, f"more than {MAX_VALUES:,} values, repetitions by aliases included")
         if id(node) in self._open:
-            raise self._error(node, "an alias refers to a node that contains it")
+            raise self._error(node, "an alias (*name) refers to a mapping or list that contains the alias; remove it")
         if len(location) > MAX_DEPTH:
             raise self._error(node, f"nested more than {MAX_DEPTH} levels deep")
         if node.tag not in _PLAIN[type(node)]:
@@ -150,7 +150,8 @@ class _Builder:
             check_scalar(value)
         except (ValueError, AttributeError, LookupError, yaml.YAMLError) as error:
             kind = node.tag.removeprefix(_TAG)
-            raise self._error(node, f"{node.value[:80]!r} cannot be read as !!{kind}") from error
+            text = f"YAML reads {node.value[:80]!r} as the type {kind}, but it cannot be converted to this type"
+            raise self._error(node, f"{text}; correct it, or put it in quotes if it is meant as text") from error
         return value
 
     def _mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
@@ -173,7 +174,9 @@ class _Builder:
 
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
-            raise self._error(node, "a key must be text, not a list or a mapping")
+            raise self._error(
+                node, "a key must be text, but this key is a list or a mapping; write a text, such as lr: 3e-4"
+            )
         if node.tag != _TAG + "str":
             kind = {"int": "a number", "float": "a number"}.get(node.tag.removeprefix(_TAG), "not text")
             hint = "put it in quotes if it is meant as text (also on, off, yes, no, true, false and null)"
@@ -181,7 +184,7 @@ class _Builder:
         try:
             check_scalar(node.value)
         except ValueError as error:
-            raise self._error(node, f"{node.value[:80]!r} is not valid text") from error
+            raise self._error(node, f"the key {node.value[:80]!r} is not valid Unicode text; rename it") from error
         return str(node.value)
 
     def _error(self, node: yaml.Node, text: str) -> JobError:

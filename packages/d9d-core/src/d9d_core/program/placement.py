@@ -64,7 +64,10 @@ class Pipeline:
         if microbatches not in self._programs:
             programs = checked_programs(self.schedule, self.ranks, microbatches)
             if _hosts(programs) != self.hosts:
-                raise BuildError(f"pipeline: the schedule places stages differently for {microbatches} microbatch(es)")
+                raise BuildError(
+                    f"pipeline: with {microbatches} microbatch(es), the schedule puts stages on other ranks than with "
+                    "the job's number of microbatches; choose another schedule"
+                )
             self._programs[microbatches] = programs
         return self._programs[microbatches][rank]
 

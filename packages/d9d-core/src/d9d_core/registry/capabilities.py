@@ -1,4 +1,4 @@
-"""Capabilities: flat tokens by which components state whether they fit together, checked without torch.
+"""Capabilities: tokens by which components state whether they fit together, checked without torch.
 
 mesh:AXIS            the axis has more than one rank
 model:TRAIT          the model declares the trait

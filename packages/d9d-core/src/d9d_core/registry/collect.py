@@ -93,7 +93,7 @@ class Collector:
             records = self._call(manager, kind)
             keys = [record.key for record in records]
             if twice := sorted(key for key in {*keys} if keys.count(key) > 1):
-                raise RefusedError(f"declares {kind.name} '{twice[0]}' twice")
+                raise RefusedError(f"declares {kind.name} '{twice[0]}' twice; rename or remove one of the two")
             entries += [Entry(kind, record, origin) for record in records]
         manager.unregister(plugin)
         self._managers.append(manager)
@@ -131,7 +131,9 @@ class Collector:
         for record in records:
             if not isinstance(record, kind.record):
                 expected, got = kind.record.__name__, type(record).__name__
-                raise RefusedError(f"yields {got} from {kind.hook}, which takes {expected}")
+                raise RefusedError(
+                    f"yields an object of type {got} from the hook {kind.hook}; yield {expected} records"
+                )
         return records
 
 
@@ -255,11 +257,13 @@ def _check_results(results: list[object], kind: hooks.Kind, implemented: bool) -
     for result in results:
         if isinstance(result, kind.record):
             name = kind.record.__name__
-            raise RefusedError(f"returns one {name} from {kind.hook}; use yield instead of return, or return a list")
+            raise RefusedError(
+                f"returns one {name} from the hook {kind.hook}; use yield instead of return, or return a list"
+            )
     wrong = [type(result).__name__ for result in results if not isinstance(result, Iterable)]
     if wrong or (implemented and not results):  # pluggy drops None
         what = wrong[0] if wrong else "nothing"
-        raise RefusedError(f"returns {what} from {kind.hook}; write yield in front of each record")
+        raise RefusedError(f"returns {what} from the hook {kind.hook}; write yield in front of each record")
 
 
 def _check_hook_names(plugin: object) -> None:
