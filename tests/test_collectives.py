@@ -388,4 +388,4 @@ def test_explain_shows_placements_and_collectives(small_job: Callable[..., Path]
     assert "collectives of a log entry, each 2 step(s) on rank 1" in lines
     status, _, err = d9d("explain", str(path), "--rank", "4")
     assert status == 2
-    assert "rank 4: the job has the ranks 0 to 3" in err
+    assert "rank 4 is not in the job; give a rank from 0 to 3" in err

@@ -120,7 +120,7 @@ def test_a_method_without_a_cost_description_is_not_predicted_and_said_so() -> N
     job = JobFile.from_values(values(SMALL, peft=LORA), registry=Registry.of(*plugins))
     (line,) = predicted(job, None)
     assert line.startswith("not predicted: peft: ")
-    assert "has no cost description (PeftSpec.cost)" in line
+    assert "has no cost description for a prediction" in line
     with pytest.raises(JobError, match="PeftSpec"):
         predicted(job, 80 * GIB)
 

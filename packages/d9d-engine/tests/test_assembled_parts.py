@@ -143,7 +143,9 @@ def applied(
 def test_a_strategy_has_to_match_in_some_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing, something = Applied(()), Applied(("a",))
     assert applied(monkeypatch, nothing, something) == {0: nothing, 1: something}
-    with pytest.raises(BuildError, match=r"^parallel\[s\]: strategy 's' matched no module of the model; remove it"):
+    with pytest.raises(
+        BuildError, match=r"^parallel\[s\]: strategy 's' matched no module of the model; change its patterns"
+    ):
         applied(monkeypatch, nothing)
     assert applied(monkeypatch, nothing, several=True, others=[[True, []]]) == {0: nothing}
     with pytest.raises(BuildError, match="matched no module"):
@@ -179,7 +181,7 @@ class Stage(nn.Module):
         ([nn.Linear(1, 1)], None),
         ([Stage("a"), Stage("a", persistent=False)], None),
         ([Stage("a"), Stage("b"), Stage("a")], "model 'm': stages 0 and 2 both have the buffer 'a', so a checkpoint"),
-        ([Stage("a"), nn.Linear(1, 1)], r"model 'm': Linear does not declare its outputs; add boundary\(\)"),
+        ([Stage("a"), nn.Linear(1, 1)], r"model 'm': Linear does not declare a stage's outputs; give it boundary\(\)"),
     ],
 )
 def test_stages_declare_their_outputs_and_have_buffers_of_their_own(
@@ -331,9 +333,11 @@ def test_sizes_alone_leave_all_weights_random() -> None:
 
 def test_an_adapter_has_exactly_the_tensors_of_the_method() -> None:
     adapter_module._compare_names(["a", "b"], ["b", "a"])
-    with pytest.raises(CheckpointError, match="^the adapter has no c; select only modules that the adapter has"):
+    with pytest.raises(CheckpointError, match="^the adapter file has no tensor c; select only modules of the adapter"):
         adapter_module._compare_names(["a", "b"], ["b", "c", "a"])
-    with pytest.raises(CheckpointError, match="^the adapter has b, not selected by peft; add these targets"):
+    with pytest.raises(
+        CheckpointError, match="^the adapter file has b, but peft selects no such module; add it to peft.targets"
+    ):
         adapter_module._compare_names(["a", "b"], ["a"])
 
 
@@ -394,10 +398,10 @@ def test_adapter_files_need_a_method_that_has_them_and_a_model_with_a_layout() -
     try:
         assert made(True, SimpleNamespace()) is None
         assert notes == [
-            "warning: no adapter is going to be written: model 'm' has no Hugging Face layout, so its adapters have "
-            "none"
+            "warning: no adapter is going to be written: model 'm' has no Hugging Face layout, so adapter files "
+            "have no names for its tensors"
         ]
-        with pytest.raises(CheckpointError, match="so its adapters have none"):
+        with pytest.raises(CheckpointError, match="so adapter files have no names for its tensors"):
             made("adapter", SimpleNamespace())
     finally:
         monkey.undo()

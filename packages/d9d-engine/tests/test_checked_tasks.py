@@ -55,12 +55,12 @@ def checked(observes: set[str] | None = None, **values: Any) -> Any:
     [
         ("count", 3, None),
         ("count", SCALAR, None),
-        ("count", VECTOR, r"count\(\) has the shape \[2\], not \[\]"),
+        ("count", VECTOR, r"count\(\) returned a tensor \[2\]; return a 0-d tensor"),
         ("count", 3.5, r"count\(\) returned a float, not Integral"),
         ("count", True, r"count\(\) returned a bool, not Integral"),
         ("weights", {"a": SCALAR, "b": SCALAR, "c": VECTOR}, None),
         ("weights", {"a": SCALAR}, r"weights\(\) lacks the loss terms b, which are in its coefficients"),
-        ("weights", {"a": SCALAR, "b": VECTOR}, r"weights\(\), of which 'b' has the shape \[2\], not \[\]"),
+        ("weights", {"a": SCALAR, "b": VECTOR}, r"weights\(\) gives 'b' of shape \[2\]; return a 0-d tensor"),
         ("weights", {"a": SCALAR, "b": 1.0}, r"weights\(\), for 'b', returned a float, not Tensor"),
         ("losses", {"b": SCALAR}, r"losses\(\) lacks the loss terms a, which"),
         ("inputs", StageInputs(first={}), None),
@@ -101,16 +101,14 @@ def test_a_task_that_weighs_outputs_has_one_loss_term_and_a_scalar_weight(monkey
         return CheckedTask(chosen(), task)  # type: ignore[arg-type]
 
     for coefficients, terms in (({"a": 1.0, "b": 1.0}, "a, b"), ({}, "none")):
-        with pytest.raises(
-            BuildError, match=f"weighs its outputs, so it must have exactly one loss term, not these: {terms};"
-        ):
+        with pytest.raises(BuildError, match=f"which allows exactly one loss term, but coefficients has: {terms};"):
             made(coefficients)
     task = made({"a": 1.0})
     assert task.late
     assert task.weigh({}, {}) == {"a": SCALAR}
-    with pytest.raises(BuildError, match=r"weight\(\) has the shape \[2\]; return a 0-d tensor"):
+    with pytest.raises(BuildError, match=r"weight\(\) returned a tensor \[2\]; return a 0-d tensor"):
         made({"a": 1.0}, VECTOR).weigh({}, {})
-    with pytest.raises(BuildError, match=r"weight\(\) has type float; return a 0-d tensor"):
+    with pytest.raises(BuildError, match=r"weight\(\) returned a float; return a 0-d tensor"):
         made({"a": 1.0}, 1.0).weigh({}, {})
     plain = checked(weights={"a": SCALAR, "b": SCALAR})
     assert not plain.late

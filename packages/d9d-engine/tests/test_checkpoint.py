@@ -178,7 +178,9 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step-00000005" / "manifest.json"
     manifest = json.loads(path.read_text()) | {"version": 3}
     path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="is d9d-checkpoint version 3; this d9d reads d9d-checkpoint version 2"):
+    with pytest.raises(
+        CheckpointError, match="has the format d9d-checkpoint version 3; this d9d reads d9d-checkpoint version 2"
+    ):
         store.newest(lambda _: None)
 
 

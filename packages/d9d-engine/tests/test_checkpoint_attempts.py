@@ -184,7 +184,7 @@ def test_a_state_that_no_resume_could_read_is_refused_when_it_is_saved(
     tmp_path: Path, state: dict[Any, Any], why: str
 ) -> None:
     store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match=f"the state of the run cannot be read again: .*{why}"):
+    with pytest.raises(CheckpointError, match=f"a component's state cannot be saved as JSON: .*{why}"):
         store.save(1, W, state, {})
     assert list(tmp_path.iterdir()) == []
 

@@ -59,7 +59,7 @@ def test_without_a_manifest_there_is_no_checkpoint(files: fsspec.AbstractFileSys
     files.rm_file("/bucket/run/checkpoints/step-00000002/manifest.json")
     warnings: list[str] = []
     assert step_of(store, warnings) == 1
-    assert "step-00000002 lacks manifest.json: it was not finished" in warnings[0]
+    assert "step-00000002 lacks manifest.json: the checkpoint is incomplete" in warnings[0]
     assert store.set_aside(newer_than=1) == [f"{URL}/step-00000002"]
     assert store.steps() == [1]
     assert step_of(saved(2), []) == 2  # the same step again

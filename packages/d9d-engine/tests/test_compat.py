@@ -185,7 +185,7 @@ def test_reducers_of_a_stage_are_told_of_its_backwards_and_reduce_split_ones() -
         ("a", "before", False, True), ("b", "before", True, False), ("c", "before", True, False), ("b", "weights"),
         ("c", "weights"),
     ]  # fmt: skip
-    with pytest.raises(RuntimeError, match=r"without reducing the gradients of stage\(s\) \[1\]"):
+    with pytest.raises(RuntimeError, match=r"has no Reduce for the stage\(s\) \[1\]"):
         gradients.finish()
     did.clear()
     gradients.reduce(1)

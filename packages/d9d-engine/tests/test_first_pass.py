@@ -150,7 +150,7 @@ def test_results_of_other_settings_are_not_used(case: Case, changed: str) -> Non
 @pytest.mark.parametrize(
     ("packs", "samples", "problem"),
     [
-        (EPOCH, None, "the dataset does not say how many samples it has"),
+        (EPOCH, None, "the dataset's stream has no 'samples' in its facts"),
         ([[[0], []]], 5, "the dataset does not number its samples"),
         ([[[0, 1], [2, 3]], [[3]]], 5, "an epoch of the dataset does not visit each of its 5 samples"),
     ],
@@ -160,7 +160,7 @@ def test_a_dataset_whose_samples_are_unknown_is_refused(
 ) -> None:
     with pytest.raises(Exception, match=problem) as caught:
         case.run(Stream(packs, samples))
-    hint = "results cannot be stored per sample; run the reference in every step instead"
+    hint = "results of the reference cannot be stored per sample; run it in every step instead of 'stored'"
     assert f"data.dataset: {problem}; {hint}" in str(caught.value)
     assert case.files == []
 
@@ -182,7 +182,7 @@ def test_ranks_with_other_samples_add_their_results(case: Case) -> None:
 def test_only_the_first_rank_with_the_last_stage_writes(case: Case, rank: int, holds_last: bool) -> None:
     case.ranks = SimpleNamespace(rank=rank, ranks=1, all_gather=lambda tensor: tensor)
     case.holds_last = holds_last
-    with pytest.raises(JobError, match=r"is missing on a machine; runs of several machines need a shared run\.dir"):
+    with pytest.raises(JobError, match=r"set run\.dir to a directory that all machines share"):
         case.run()
     assert case.files == []
 

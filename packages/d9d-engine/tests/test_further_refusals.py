@@ -70,7 +70,7 @@ def test_a_stream_that_yields_no_microbatches_is_named(pack: Any, problem: str) 
 
     with pytest.raises(DataError, match=rf"Stream.next_pack\(\).* ?{problem}$"):
         DevicePrefetcher(cast("Any", Stream()), CPU, prefetch=0).next()
-    with pytest.raises(ValueError, match="^prefetch: -1 packs ahead; use 0 or more$"):
+    with pytest.raises(ValueError, match="^prefetch is -1; give a number of packs, 0 or more$"):
         DevicePrefetcher(cast("Any", Stream()), CPU, prefetch=-1)
 
 

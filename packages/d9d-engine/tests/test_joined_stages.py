@@ -60,7 +60,7 @@ def test_everything_is_found_by_its_name(stages: list[ToyModel]) -> None:
     assert model.get_buffer("scale") is stages[2].get_buffer("scale")
     assert model.get_submodule("layers.4") is stages[2].layers["4"]
     for get, name in ((model.get_parameter, "layers.2.weight"), (model.get_buffer, "none"), (model.get_submodule, "x")):
-        with pytest.raises(AttributeError, match=f"no stage has a .* '{name}'"):
+        with pytest.raises(AttributeError, match=f"no pipeline stage of this rank has the .* '{name}'"):
             get(name)
 
 

@@ -228,6 +228,8 @@ def test_epochs_are_as_many_steps_as_their_samples_fill(job: MakeJob) -> None:
 
 def test_epochs_of_data_without_a_number_of_samples_are_refused(job: MakeJob) -> None:
     endless = job(steps=None, epochs=2)
-    with pytest.raises(JobError, match=r"epochs: dataset 'toy_data' .* does not say how many samples .* as 'steps:'"):
+    with pytest.raises(
+        JobError, match=r"epochs: dataset 'toy_data' .* does not give the number of samples .* by 'steps'"
+    ):
         quiet(endless)
     endless.plan()  # no call reads the data

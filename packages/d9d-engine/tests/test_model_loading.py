@@ -395,13 +395,16 @@ def test_the_plan_compares_the_weights_with_the_model(job: MakeJob, trained: Pat
     [
         (lambda d: (d / "config.json").unlink(), "its config.json cannot be read"),
         (lambda d: (d / "config.json").write_text("[1]"), "is not a JSON object"),
-        (lambda d: (d / "config.json").write_text("{"), "is damaged"),
-        (lambda d: (d / "config.json").write_text("[" * 10**5), "is damaged"),
+        (lambda d: (d / "config.json").write_text("{"), "is not valid JSON"),
+        (lambda d: (d / "config.json").write_text("[" * 10**5), "is not valid JSON"),
         (
             lambda d: (d / "config.json").write_text('{"model_type": "toy"}'),
             "format failed to read the config.json of .*KeyError",
         ),
-        (lambda d: (d / "config.json").write_text("{}"), "its model_type is None, which model 'toy_model' .* does not"),
+        (
+            lambda d: (d / "config.json").write_text("{}"),
+            "model_type in its config.json is None, which model 'toy_model' .* does not",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_read_is_an_error_of_the_job_file(
@@ -435,5 +438,5 @@ def test_a_checkpoint_of_any_layout_is_read_by_windows(tmp_path: Path, world: An
                 into = torch.zeros(tensor[window].shape, dtype=torch.float64)
                 source.read(name, [part.start for part in window], into)
                 assert torch.equal(into, tensor[window].double())
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         CheckpointTensors(tmp_path / "nowhere")

@@ -78,10 +78,10 @@ def test_steps_of_epochs_are_rounded_up_exactly(epochs: float, samples: int, bat
     assert len(notes) == 1
     job.steps = None
     for given, said in (
-        ({}, "does not say how many samples an epoch has"), ({"samples": True}, "says True samples per epoch"),
-        ({"samples": 0}, "says 0 samples per epoch"), ({"samples": 2.0}, "says 2.0 samples per epoch"),
+        ({}, "does not give the number of samples in an epoch"), ({"samples": True}, "gives True as the number"),
+        ({"samples": 0}, "gives 0 as the number"), ({"samples": 2.0}, "gives 2.0 as the number"),
     ):  # fmt: skip
-        with pytest.raises(JobError, match=f"^epochs: dataset 'd' {said}; give the length of the run as 'steps:'"):
+        with pytest.raises(JobError, match=f"^epochs: dataset 'd' {said}.*; replace 'epochs' by 'steps'"):
             count_steps(job, dataset, given, notes.append)  # type: ignore[arg-type]
     assert count_steps(job, dataset, {"samples": 1}, notes.append) >= 1
 

@@ -148,7 +148,7 @@ def test_closing_waits_for_the_pack_that_is_being_prepared() -> None:
 
 
 def test_negative_prefetch_is_refused() -> None:
-    with pytest.raises(ValueError, match="prefetch: -1 packs ahead"):
+    with pytest.raises(ValueError, match="prefetch is -1"):
         DevicePrefetcher(Counting(), CPU, -1)
 
 

@@ -284,7 +284,11 @@ def test_a_tracker_that_opens_nothing_is_reported_and_not_taken_for_one(
             "losses() lacks the loss terms decay, which are in its coefficients",
         ),
         ("weights", lambda *_: {}, "weights() lacks the loss terms decay, error, which are in its coefficients"),
-        ("weights", lambda *_: dict.fromkeys(("error", "decay"), torch.ones(2)), "'error' has the shape [2], not []"),
+        (
+            "weights",
+            lambda *_: dict.fromkeys(("error", "decay"), torch.ones(2)),
+            "'error' of shape [2]; return a 0-d tensor",
+        ),
         ("inputs", lambda _, microbatch: microbatch, "inputs() returned a dict, not StageInputs"),
         ("observations", lambda *_: {}, "observations() lacks absolute, which its record declares with 'observes'"),
         ("observations", lambda *_: None, "observations() returned nothing, not Mapping"),

@@ -118,7 +118,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(job: Ma
     trainer, notes = noted(broken)
     trainer.train()
     assert any(
-        "the checksum of tensors-00000.safetensors is wrong, the file is damaged; trying the one before" in n
+        "the checksum of tensors-00000.safetensors is wrong, so the file is damaged; trying the one before" in n
         for n in notes
     )
     assert "resumed at step 8 of 12" in notes

@@ -181,9 +181,7 @@ def test_wrong_values_are_refused_where_they_are_logged(kept: tuple[Keeps, HubLo
     _, log = kept
     wrong: Mapping[str, Callable[[], object]] = {
         "scalar 'x' has shape [2]; log a single value": lambda: log.scalar("x", torch.ones(2)),
-        "picture 'x' is torch.float32 [2, 2]; a picture is uint8 [height, width, 3]": lambda: log.picture(
-            "x", torch.ones(2, 2)
-        ),
+        "picture 'x' is torch.float32 [2, 2]; log uint8 [height, width, 3]": lambda: log.picture("x", torch.ones(2, 2)),
         "no file; write the file before logging it": lambda: log.file("x", tmp_path / "none"),
         "counts of a histogram have shape [1, 2]": lambda: Histogram(torch.ones(1, 2), 0.0, 1.0),
     }
@@ -209,7 +207,7 @@ def test_what_cannot_be_logged_is_an_error_of_the_call_on_all_ranks(tmp_path: Pa
         "histogram 'x' is a Tensor": lambda: log.histogram("x", counts),
         "table 'x' is a Tensor": lambda: log.table("x", counts),
         "picture 'x' is a NoneType": lambda: log.picture("x", None),
-        "the name 'x' with tags {'stage': 1}": lambda: log.scalar("x", 1.0, {"stage": 1}),
+        "a value was logged as 'x' with tags {'stage': 1}": lambda: log.scalar("x", 1.0, {"stage": 1}),
     }
     for text, call in wrong.items():
         with pytest.raises(ValueError, match="'x'") as caught:

@@ -182,7 +182,9 @@ def test_names_of_inputs_and_outputs_are_told_apart() -> None:
     class Both(Task):
         both = True
 
-    with pytest.raises(BuildError, match="^stage 0 gets x from its first inputs and from the task's shared"):
+    with pytest.raises(
+        BuildError, match="^stage 0 gets the input x twice, from its first inputs and from the task's shared"
+    ):
         Parts(Both()).executor.run(0, PACK, SCALE)
 
     class Kept(Task):
@@ -190,7 +192,9 @@ def test_names_of_inputs_and_outputs_are_told_apart() -> None:
             first = {"x": microbatch["x"]}
             return StageInputs(first=first, shared={"shift": microbatch["shift"]}, kept={"z": microbatch["x"]})
 
-    with pytest.raises(BuildError, match="^both the task's kept inputs and the model's outputs have z; rename one"):
+    with pytest.raises(
+        BuildError, match="^the task's kept inputs and the model's outputs both have the name z; rename one"
+    ):
         Parts(Kept()).executor.run(0, PACK, SCALE)
 
     class Hidden(Task):
@@ -200,10 +204,14 @@ def test_names_of_inputs_and_outputs_are_told_apart() -> None:
 
     parts = Parts(Hidden())
     parts.stages[0].forward = lambda **given: {"hidden": given["x"]}  # type: ignore[method-assign]
-    with pytest.raises(BuildError, match="^stage 1 gets hidden from the previous stage and from the task's shared inp"):
+    with pytest.raises(
+        BuildError, match="^stage 1 gets the input hidden twice, from the previous stage and from the task's shared inp"
+    ):
         parts.executor.run(0, PACK, SCALE)
 
 
 def test_a_schedule_with_actions_that_have_no_handler_is_refused() -> None:
-    with pytest.raises(BuildError, match="^pipeline: the schedule asks for SendActivation, which its handlers do not"):
+    with pytest.raises(
+        BuildError, match="^pipeline: the schedule has actions without a handler: SendActivation; add them"
+    ):
         Parts(kinds=frozenset({Forward, SendActivation}))

@@ -240,7 +240,9 @@ def test_boundaries_follow_the_shape_of_the_microbatch_and_the_dtype_of_the_comp
     conform = boundaries.conform(0, outputs, small)
     assert list(conform) == ["hidden", "at"]
     assert conform["hidden"].dtype == torch.bfloat16
-    with pytest.raises(BuildError, match=r"stage 0 announces \{'hidden': \(5, 3, 4\).* returned \{'at': \(2,\)"):
+    with pytest.raises(
+        BuildError, match=r"boundary\(\) of stage 0 declares \{'hidden': \(5, 3, 4\).* returned \{'at': \(2,\)"
+    ):
         boundaries.conform(0, outputs, large)
 
 

@@ -111,7 +111,7 @@ def test_what_the_job_lacks_is_named(job: MakeJob, tmp_path: Path) -> None:
     trainer = quiet(job())
     with pytest.raises(BuildError, match="no section 'evaluation'"):
         trainer.evaluate()
-    with pytest.raises(BuildError, match="no fine-tuning method"):
+    with pytest.raises(BuildError, match="no 'peft' method that writes adapter files"):
         trainer.export(tmp_path / "adapter", kind="adapter")
 
 

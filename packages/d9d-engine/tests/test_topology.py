@@ -81,7 +81,7 @@ def test_experts_reach_over_replicas_once_they_cover_all_shards() -> None:
 
 def test_a_view_that_does_not_cover_all_ranks_is_refused() -> None:
     partial = ViewSpec(name="partial", summary="forgets tp", dims=(ViewDim("dp", ("dp_replicate", "dp_shard")),))
-    with pytest.raises(JobError, match=r"mesh: view 'partial' has dp=4 = 4 ranks, the mesh has 8"):
+    with pytest.raises(JobError, match=r"mesh: the view 'partial' has dp=4 = 4 ranks, but the mesh has 8"):
         Grid.of_view(partial, Mesh(dp_shard=4, tp=2).sizes())
 
 
@@ -201,14 +201,14 @@ def test_dimensions_that_join_the_same_ranks_share_one_group() -> None:
 @pytest.mark.parametrize("ask", ["group", "mesh"])
 def test_a_dimension_that_a_view_lacks_is_an_error_and_no_group_of_one(ask: str) -> None:
     here = topology(0, dp_shard=2, cp=2)
-    said = "view 'dense' of the mesh has no dimension 'cp'; it has pp, dp_replicate, fsdp, tp; .* axes_group"
+    said = "view 'dense' of the mesh has no dimension 'cp', only pp, dp_replicate, fsdp, tp; .* axes_group"
     with simulated_world(4), pytest.raises(BuildError, match=said):
         getattr(here, ask)("dense", "fsdp", "cp")
 
 
 def test_an_axis_that_there_is_not_is_an_error() -> None:
     here = topology(0, dp_shard=2, cp=2)
-    with simulated_world(4), pytest.raises(BuildError, match="no dimension 'fsdp' here, only pp, dp_replicate, dp_s"):
+    with simulated_world(4), pytest.raises(BuildError, match="no dimension 'fsdp'; use one of pp, dp_replicate, dp_s"):
         here.axes_group("fsdp")
 
 

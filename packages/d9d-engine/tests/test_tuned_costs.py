@@ -203,7 +203,7 @@ def test_equal_blocks_stay_together() -> None:
 
 def test_a_cost_description_without_weights_is_refused() -> None:
     silent = BlockCost("layer", (replace(PROJ, weights=()),), expert_parameters=1)
-    with pytest.raises(JobError, match=r"names no weights of 'layer' \(OpCost.weights\)"):
+    with pytest.raises(JobError, match=r"names no weights of 'layer'; its plugin must give OpCost.weights"):
         tuned([StageCost((silent,))], frozen, SHARE)
     tuned([StageCost((replace(silent, expert_parameters=0),))], frozen, SHARE)
 

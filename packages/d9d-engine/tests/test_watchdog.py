@@ -383,7 +383,7 @@ def test_the_topology_says_which_limits_there_are() -> None:
     topology.set_timeout("checkpoint", 50.0)
     assert topology.watchdog.longest == 50.0
     Topology().set_timeout("step", 5.0)
-    with pytest.raises(BuildError, match=r"set_timeout\('stpe', 5\): a phase is one of startup, step, checkpoint"):
+    with pytest.raises(BuildError, match=r"set_timeout\('stpe', 5\): name one of the phases startup, step, checkpoint"):
         topology.set_timeout("stpe", 5)  # type: ignore[arg-type]
     with pytest.raises(BuildError, match="a time above 0"):
         topology.set_timeout("step", 0)

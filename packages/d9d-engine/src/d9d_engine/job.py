@@ -59,7 +59,7 @@ class Job(JoinsProcesses, JobFile):
         size = self.mesh.world_size if world_size is None else world_size
         selection = self.check_layout(size)
         if not 0 <= rank < size:
-            raise JobError(f"rank {rank}: the job has the ranks 0 to {size - 1}")
+            raise JobError(f"rank {rank} is not in the job; give a rank from 0 to {size - 1}")
         from d9d_engine.compose.plan import plan
         from d9d_engine.compose.root import circumstances, compose_root
         from d9d_engine.distributed.devices import intended_device, is_available

@@ -99,7 +99,7 @@ class WindowPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Always raise: values that are not tensors are in a JSON file, which this planner does not read."""
-        raise NotImplementedError("a checkpoint holds tensors only")
+        raise NotImplementedError("this planner reads tensors only; read other values with Checkpoint.values()")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return the part of a local shard into which one read copies its data."""

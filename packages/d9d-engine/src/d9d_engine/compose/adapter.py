@@ -130,16 +130,21 @@ def _compare_names(there: Collection[str], here: Collection[str]) -> None:
     lacking, left = ([name for name in one if name not in other] for one, other in ((here, there), (there, here)))
     if lacking:
         raise CheckpointError(
-            f"the adapter has no {some(lacking)}; select only modules that the adapter has, or another adapter"
+            f"the adapter file has no tensor {some(lacking)}; select only modules of the adapter in peft, or give "
+            "another adapter"
         )
     if left:
-        raise CheckpointError(f"the adapter has {some(left)}, not selected by peft; add these targets")
+        raise CheckpointError(
+            f"the adapter file has {some(left)}, but peft selects no such module; add it to peft.targets"
+        )
 
 
 def _published(job: BaseJob, selection: Parts, assembly: Assembly) -> Mapping[str, str]:
     spec = selection.model.spec
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
-        raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout, so its adapters have none")
+        raise CheckpointError(
+            f"model {selection.model.entry} has no Hugging Face layout, so adapter files have no names for its tensors"
+        )
     own = {n: s for n, s in specs_of(model_tensors(assembly.full_model)).items() if n not in assembly.injected}
     layout = spec.hugging_face.load()()
     named = layout.adapter_names if isinstance(layout, NamesAdapters) else layout.exporter

@@ -240,7 +240,9 @@ def build_stages(job: BaseJob, selection: Parts, pipeline: Pipeline) -> list[nn.
     for index, stage in enumerate(stages):
         if not isinstance(stage, PipelineStage):
             kind = type(stage).__name__
-            raise BuildError(f"model {selection.model.entry}: {kind} does not declare its outputs; add boundary()")
+            raise BuildError(
+                f"model {selection.model.entry}: {kind} does not declare a stage's outputs; give it boundary()"
+            )
         parameters = dict(stage.named_parameters())
         for name in model_tensors(stage).keys() - parameters.keys():
             if name in seen:
@@ -320,7 +322,7 @@ def _apply(
         raise BuildError(why)
     if not changed:
         raise BuildError(
-            f"{chosen.where}: strategy {chosen.entry} matched no module of the model; remove it or change it"
+            f"{chosen.where}: strategy {chosen.entry} matched no module of the model; change its patterns, or remove it"
         )
     return outcomes
 
@@ -372,7 +374,11 @@ def _inject(peft: PeftMethod, chosen: Chosen, stage: nn.Module) -> frozenset[str
     names = {name for name, _ in stage.named_parameters()}
     if not trainable or not trainable <= names:
         unknown = sorted(trainable - names)[:3]
-        what = f"names parameters that do not exist: {unknown}" if unknown else "trains no parameter"
+        what = (
+            f"names parameters that the model lacks: {unknown}; return existing names from inject()"
+            if unknown
+            else "selects no parameter to train; change its patterns"
+        )
         raise BuildError(f"{chosen.where}: peft method {chosen.entry} {what}")
     return trainable
 

@@ -110,11 +110,15 @@ class Exporter:
 
     def _kinds(self, kind: Kind | None) -> list[Kind]:
         if kind == "model" and self._spec is None:
-            raise BuildError(f"export(): model {self._model_entry} has no Hugging Face layout")
+            raise BuildError(
+                f"export(): model {self._model_entry} has no Hugging Face layout, so it cannot be exported"
+            )
         if kind == "adapter" and self._save_adapter is None and self._spec is not None:
             self._save_adapter = self._find_adapter()
         if kind == "adapter" and self._save_adapter is None:
-            raise BuildError("export(): the job has no fine-tuning method ('peft') with adapter files")
+            raise BuildError(
+                "export(): the job has no 'peft' method that writes adapter files; export the kind 'model'"
+            )
         if kind is not None:
             return [kind]
         asked: list[Kind] = ["model"] if self._job.export is True and self._spec is not None else []

@@ -83,7 +83,7 @@ class JoinedStages(nn.Module):
         for stage in self._stages:
             with suppress(AttributeError):
                 return get(stage)
-        raise AttributeError(f"no stage has a {what}")
+        raise AttributeError(f"no pipeline stage of this rank has the {what}")
 
     @property
     def _stages(self) -> list[nn.Module]:

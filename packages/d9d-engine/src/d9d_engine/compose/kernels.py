@@ -117,7 +117,9 @@ def refuse_unused(requested: Iterable[str], choices: Iterable[KernelChoice], els
     ops = sorted({choice.op for choice in choices})
     for op in requested:
         if op not in ops and op not in elsewhere:
-            raise BuildError(f"kernels.{op}: the job calls no op '{op}'; its ops are: {', '.join(ops) or 'none'}")
+            raise BuildError(
+                f"kernels.{op}: the job calls no op '{op}'; remove it, or name an op of the job: {', '.join(ops)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,8 @@ def _built(chosen: Entry, signature: OpSignature) -> Callable[..., Any]:
         raise plugin_error(f"{text}: {error!r}; choose another backend with 'kernels'", error) from error
     if not callable(function):
         text = (
-            f"kernels.{signature.op}: {chosen.spec.build} of {chosen} returned a {type(function).__name__}, no function"
+            f"kernels.{signature.op}: {chosen.spec.build} of {chosen} returned a {type(function).__name__}, not a "
+            "function"
         )
         raise BuildError(text)
     return function

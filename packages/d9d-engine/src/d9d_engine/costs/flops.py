@@ -39,7 +39,7 @@ def tuning_flops(job: JobConfig, peft: PluginConfig, length: int, registry: Regi
     """
     model = choose(registry, "model", "model", job.model)
     if not isinstance(model.spec, ModelSpec) or model.spec.cost is None:
-        raise JobError(f"model: {model.entry} has no cost description (ModelSpec.cost)")
+        raise JobError(f"model: {model.entry} has no cost description; its plugin must give ModelSpec.cost")
     share = Share(1, length, 1, 1, 1, _WIDTH, False, math.inf)
     whole: list[StageCost] = [model.spec.cost.load()(job.model, Stage(0, 1), share)]
     return (_flops(tuned(whole, adapter_costs(peft, registry), share)) - _flops(whole)) / length

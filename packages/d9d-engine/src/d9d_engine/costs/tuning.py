@@ -30,7 +30,7 @@ def adapter_costs(config: PluginConfig, registry: Registry) -> AdapterCosts:
     """
     entry = registry.find("peft method", config.selector)
     if not isinstance(entry.spec, PeftSpec) or entry.spec.cost is None:
-        raise JobError(f"peft: {entry} has no cost description (PeftSpec.cost), which a prediction needs")
+        raise JobError(f"peft: {entry} has no cost description for a prediction; its plugin must give PeftSpec.cost")
     cost: Any = entry.spec.cost.load()
 
     def inner(config: PluginConfig, *arguments: Any) -> AdapterCost:
@@ -85,8 +85,8 @@ def _check(block: BlockCost) -> None:
     named = sum(weight.numbers for op in block.ops for weight in op.weights)
     if not named and block.parameters + block.expert_parameters:
         raise JobError(
-            f"peft: the cost description of the model names no weights of '{block.name}' (OpCost.weights), which a "
-            "prediction of fine-tuning needs"
+            f"peft: fine-tuning cannot be predicted, as the model's cost description names no weights of "
+            f"'{block.name}'; its plugin must give OpCost.weights"
         )
 
 

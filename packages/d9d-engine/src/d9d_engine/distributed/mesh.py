@@ -176,7 +176,7 @@ class Topology:
         """
         if phase not in _PHASES or not seconds > 0:
             raise BuildError(
-                f"set_timeout({phase!r}, {seconds}): a phase is one of {', '.join(_PHASES)}, a time above 0"
+                f"set_timeout({phase!r}, {seconds}): name one of the phases {', '.join(_PHASES)}, and a time above 0 s"
             )
         self.watchdog.set_limit(phase, seconds)
 
@@ -198,8 +198,9 @@ class Topology:
         for dim in dims:
             if dim not in known:
                 raise BuildError(
-                    f"view '{view}' of the mesh has no dimension '{dim}'; it has {', '.join(known)}; for base axes use "
-                    "axes_group()"
+                    f"view '{view}' of the mesh has no dimension '{dim}', only {', '.join(known)}; for axes of the "
+                    "mesh, "
+                    "call axes_group()"
                 )
 
     def _make_mesh(self, grid: Grid) -> DeviceMesh:

@@ -261,7 +261,10 @@ class Checkpointer:
             )
         checkpoint = self.store.newest(self._note)
         if checkpoint is None and resume == "must":
-            raise CheckpointError(f"{self.store.directory} holds no checkpoint, but checkpoint.resume is 'must'")
+            raise CheckpointError(
+                f"{self.store.directory} holds no checkpoint, but checkpoint.resume is 'must'; correct run.name and "
+                "run.dir, or set checkpoint.resume to 'auto'"
+            )
         progress, trackers = (Progress(), {}) if checkpoint is None else self._continue(checkpoint)
         if self._job.checkpoint.every is not None and self._job.checkpoint.asynchronous:
             large = self._changed_by_optimizer() - self._left_out()
@@ -315,8 +318,9 @@ class Checkpointer:
     def _continue(self, checkpoint: Checkpoint) -> tuple[Progress, Mapping[str, State]]:
         if missing := [name for name in ("job", "plugins") if checkpoint.manifest.get(name) is None]:
             raise CheckpointError(
-                f"{checkpoint.location} does not say which {' and '.join(missing)} it belongs to: "
-                "its manifest has no such entry"
+                f"{checkpoint.location}: the manifest has no entry {' and '.join(map(repr, missing))}, so d9d train "
+                "did not "
+                "write this checkpoint; use another run.name"
             )
         self._compare(checkpoint)
         values = checked_values(checkpoint.values(), checkpoint.location)

@@ -46,7 +46,7 @@ class DevicePrefetcher:
         split: Split | None = None,
     ) -> None:
         if prefetch < 0:
-            raise ValueError(f"prefetch: {prefetch} packs ahead; use 0 or more")
+            raise ValueError(f"prefetch is {prefetch}; give a number of packs, 0 or more")
         self.stream = stream
         self._transfer = _Transfer(device, beside=prefetch > 0, split=split)
         self._prefetch = prefetch

@@ -53,7 +53,9 @@ class Boundaries:
         returned = {name: tuple(tensor.shape) for name, tensor in outputs.items()}
         if returned != {name: spec.shape for name, spec in announced.items()}:
             shapes = {name: spec.shape for name, spec in announced.items()}
-            raise BuildError(f"stage {stage} announces {shapes}, but returned {returned}; repair its boundary()")
+            raise BuildError(
+                f"boundary() of stage {stage} declares {shapes}, but forward returned {returned}; correct one of them"
+            )
         return {name: outputs[name].to(spec.dtype) for name, spec in announced.items()}
 
     def _converted(self, spec: TensorSpec) -> TensorSpec:

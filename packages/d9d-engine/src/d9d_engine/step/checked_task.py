@@ -64,7 +64,8 @@ class CheckedTask:
         if self.late and len(task.coefficients) != 1:
             terms = ", ".join(task.coefficients) or "none"
             raise BuildError(
-                f"{subject(chosen)} weighs its outputs, so it must have exactly one loss term, not these: {terms}; the "
+                f"{subject(chosen)} has weight(), which allows exactly one loss term, but coefficients has: {terms}; "
+                "the "
                 "gradients of several terms cannot be separated once their weights are known"
             )
 
@@ -104,8 +105,8 @@ class CheckedTask:
         (term,) = self.coefficients
         weight: object = self._task.weight(outputs, microbatch)
         if not isinstance(weight, Tensor) or weight.ndim:
-            found = f"the shape {list(weight.shape)}" if isinstance(weight, Tensor) else f"type {type(weight).__name__}"
-            raise BuildError(f"{subject(self._chosen)}: weight() has {found}; return a 0-d tensor")
+            found = f"a tensor {list(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+            raise BuildError(f"{subject(self._chosen)}: weight() returned {found}; return a 0-d tensor")
         return {term: weight}
 
     def begin_step(self, step: int) -> None:
@@ -147,7 +148,9 @@ class CheckedTask:
 
     def _check_count(self, call: str, value: object) -> None:
         if isinstance(value, Tensor) and value.ndim:
-            raise BuildError(f"{subject(self._chosen)}: {call} has the shape {list(value.shape)}, not []")
+            raise BuildError(
+                f"{subject(self._chosen)}: {call} returned a tensor {list(value.shape)}; return a 0-d tensor"
+            )
         if not isinstance(value, Tensor):
             check_returned(self._chosen, call, value, Integral)
 
@@ -163,7 +166,9 @@ class CheckedTask:
         for term in self.coefficients:
             if value[term].ndim:
                 shape = list(value[term].shape)
-                raise BuildError(f"{subject(self._chosen)}: {call}, of which '{term}' has the shape {shape}, not []")
+                raise BuildError(
+                    f"{subject(self._chosen)}: {call} gives '{term}' of shape {shape}; return a 0-d tensor"
+                )
 
     def _check_observations(self, call: str, value: object) -> None:
         check_mapping(self._chosen, call, value, Tensor)

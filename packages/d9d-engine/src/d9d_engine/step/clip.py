@@ -68,12 +68,12 @@ class Clipper:
 
     @torch.no_grad()
     def clip(self, loss: StageLoss, tokens: int | Tensor) -> StepResult:
-        """Reduce the step's scalars and clip. Collective over all ranks.
+        """Sum losses, tokens and gradient norm over all ranks, and clip the gradients. Collective over all ranks.
 
         Gradients are divided by ``max(1, (norm + 1e-6) / max_norm)``.
 
         Args:
-            loss: this rank's share of each term's mean.
+            loss: this rank's share of the mean of each loss term.
             tokens: number of tokens on this rank.
         """
         device = self._topology.device

@@ -122,7 +122,9 @@ class Executor:
             **(handlers(self) if handlers else {}),
         }
         if unknown := sorted(kind.__name__ for kind in pipeline.kinds - self._handlers.keys()):
-            raise BuildError(f"pipeline: the schedule asks for {', '.join(unknown)}, which its handlers do not run")
+            raise BuildError(
+                f"pipeline: the schedule has actions without a handler: {', '.join(unknown)}; add them to 'handlers'"
+            )
 
     def run(self, step: int, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
         """Run forward and backward over all microbatches; afterwards parameters hold their gradients.
@@ -267,15 +269,18 @@ class Executor:
         if both := own.keys() & inputs.shared.keys():
             source = "its first inputs" if stage == 0 else "the previous stage"
             raise BuildError(
-                f"stage {stage} gets {', '.join(sorted(both))} from {source} and from the task's shared inputs; "
-                "rename one of them"
+                f"stage {stage} gets the input {', '.join(sorted(both))} twice, from {source} and from the task's "
+                "shared "
+                "inputs; rename one of the two"
             )
         enabled = self._autocast is not None
         with torch.autocast(self.topology.device.type, self._autocast) if enabled else nullcontext():
             outputs: Mapping[str, Tensor] = self.stages[stage](**own, **inputs.shared)
         if both := kept.keys() & outputs.keys():
             names = ", ".join(sorted(both))
-            raise BuildError(f"both the task's kept inputs and the model's outputs have {names}; rename one of them")
+            raise BuildError(
+                f"the task's kept inputs and the model's outputs both have the name {names}; rename one of them"
+            )
         return {**outputs, **kept} if kept else outputs
 
     def _hand_on(self, action: Forward, outputs: Mapping[str, Tensor], state: StepState) -> None:

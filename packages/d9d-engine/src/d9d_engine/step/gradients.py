@@ -97,7 +97,9 @@ class Gradients:
             RuntimeError: the step's program has no :class:`~d9d_core.schedule.Reduce` for a stage.
         """
         if self._open:
-            raise RuntimeError(f"the program ended without reducing the gradients of stage(s) {sorted(self._open)}")
+            raise RuntimeError(
+                f"the schedule's program has no Reduce for the stage(s) {sorted(self._open)}; add one for each stage"
+            )
         self._ties.gather()
         self._buckets.finish()
         for parameter in self._parameters.values():
@@ -137,8 +139,9 @@ def _members(parameters: Mapping[str, nn.Parameter], ownership: Ownership, topol
         if len(set(operations.values())) > 1:
             parts = " and ".join(f"by {operation} over {axis}" for axis, operation in operations.items())
             raise BuildError(
-                f"the gradient of '{name}' would be reduced {parts} at once; the strategy that owns one reduction must "
-                "perform it itself"
+                f"strategies leave two different reductions of the gradient of '{name}' to the trainer: {parts}; one "
+                "of "
+                "the strategies must do its reduction itself"
             )
         view = ownership.views.get(name)
         group = None

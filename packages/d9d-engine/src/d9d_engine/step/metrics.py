@@ -111,7 +111,7 @@ class Statistics:
             after = self._metrics[name].state()
             if after.keys() != before.keys():
                 raise BuildError(
-                    f"metric '{name}' changes the names of its state; they must be the same from the start"
+                    f"metric '{name}': update() changed the names in state(); create all states in the constructor"
                 )
             kept = {k: torch.where(finite, t, before[k].to(t.device, non_blocking=True)) for k, t in after.items()}
             self._metrics[name].load_state(kept)
@@ -255,7 +255,7 @@ def _expanded(metric: str, values: object) -> dict[str, Tensor | Table]:
     """
     if not isinstance(values, Mapping):
         kind = type(values).__name__
-        raise BuildError(f"metric '{metric}': compute() returned a {kind}; return a mapping of names to values")
+        raise BuildError(f"metric '{metric}': compute() returned a {kind}; return a mapping of names to tensors")
     found: dict[str, Tensor | Table] = {}
     for series, value in values.items():
         if isinstance(value, Vector):

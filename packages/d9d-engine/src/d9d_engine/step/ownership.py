@@ -70,7 +70,10 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
             if view is not None and entry.axis not in axes and entry.axis in _covered(topology, view):
                 continue  # a dimension of the view covers this axis, and has its own owner
             if entry.axis not in axes:
-                raise BuildError(f"{strategy} reduces '{entry.parameter}' over '{entry.axis}', which is no mesh axis")
+                raise BuildError(
+                    f"{strategy} reduces '{entry.parameter}' over '{entry.axis}'; name one of the axes "
+                    f"{', '.join(axes)}"
+                )
             if axes[entry.axis] == 1 or entry.parameter not in owners:
                 continue  # a single rank has nothing to reduce; a frozen parameter has no gradient
             key = (entry.parameter, entry.axis)

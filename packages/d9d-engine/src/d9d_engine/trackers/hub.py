@@ -433,7 +433,7 @@ def _opened(tracker: Tracker, run: RunInfo, state: State | None) -> TrackerRun:
     opened = tracker.open(run, state)
     lacking = [name for name in ("write", "flush", "state", "close") if not callable(getattr(opened, name, None))]
     if lacking:
-        raise TypeError(f"open() returned a {type(opened).__name__}, which lacks {', '.join(lacking)}")
+        raise TypeError(f"open() returned a {type(opened).__name__} without the methods {', '.join(lacking)}; add them")
     return opened
 
 

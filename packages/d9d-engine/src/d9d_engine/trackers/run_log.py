@@ -88,9 +88,7 @@ class HubLog:
         """
         _check_type(f"picture '{name}'", value, Tensor)
         if value.ndim != 3 or value.shape[2] != 3 or value.dtype != torch.uint8 or not value.numel():
-            raise ValueError(
-                f"picture '{name}' is {value.dtype} {list(value.shape)}; a picture is uint8 [height, width, 3]"
-            )
+            raise ValueError(f"picture '{name}' is {value.dtype} {list(value.shape)}; log uint8 [height, width, 3]")
         self._keep("write_pictures", name, tags, [value], lambda picture: picture)
 
     def table(self, name: str, value: Table, tags: Mapping[str, str] | None = None) -> None:
@@ -135,7 +133,9 @@ class HubLog:
     ) -> None:
         # Raise on all ranks, also on ranks without trackers, which would otherwise wait for the first rank.
         if not isinstance(name, str) or not all(isinstance(text, str) for tag in (tags or {}).items() for text in tag):
-            raise ValueError(f"the name {shown(name)} with tags {shown(tags)}: names and tags must be strings")
+            raise ValueError(
+                f"a value was logged as {shown(name)} with tags {shown(tags)}; the name and the tags must be strings"
+            )
         if any(map(is_dtensor, tensors)):
             raise ValueError(f"'{name}' is a DTensor; call full_tensor() on all ranks, and log the result")
         if self._hub.is_empty:
@@ -186,7 +186,7 @@ def _as_float(what: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{what} is {shown(value)}, which is no number: {error}") from error
+        raise ValueError(f"{what} is {shown(value)}, which is no number: {error}; log a number") from error
 
 
 def _host_copy(value: Tensor) -> Tensor:

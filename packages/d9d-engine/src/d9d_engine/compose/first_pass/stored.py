@@ -26,7 +26,7 @@ from d9d_engine.step.first_pass import FirstForward, GroupRanks, StoredOutputs
 
 #: Key of the sample indices in microbatches, and of the number of samples in the facts of a dataset.
 SAMPLES = "samples"
-_OTHERWISE = "results cannot be stored per sample; run the reference in every step instead"
+_OTHERWISE = "results of the reference cannot be stored per sample; run it in every step instead of 'stored'"
 
 
 def stored_outputs(
@@ -74,14 +74,16 @@ def stored_outputs(
         note(f"{where}: the first pass over all samples was already stored in {path}")
     found = on_all(lambda: _read(path), world)
     if found is None:
-        raise JobError(f"{where}: {path} is missing on a machine; runs of several machines need a shared run.dir")
+        raise JobError(
+            f"{where}: one of the machines does not see {path}; set run.dir to a directory that all machines share"
+        )
     return StoredOutputs({name: tensor.to(topology.device) for name, tensor in found.items()})
 
 
 def _count(stream: DataStream, where: str) -> int:
     count = stream.facts.get(SAMPLES)
     if not isinstance(count, int):
-        raise JobError(f"{where}: the dataset does not say how many samples it has; {_OTHERWISE}")
+        raise JobError(f"{where}: the dataset's stream has no '{SAMPLES}' in its facts; {_OTHERWISE}")
     return count
 
 

@@ -112,9 +112,11 @@ def count_steps(job: JobConfig, dataset: Chosen, facts: State, note: Callable[[s
     samples = facts.get("samples")
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
         said = (
-            "does not say how many samples an epoch has" if samples is None else f"says {samples!r} samples per epoch"
+            "does not give the number of samples in an epoch"
+            if samples is None
+            else f"gives {samples!r} as the number of samples in an epoch"
         )
-        raise JobError(f"epochs: dataset {dataset.entry} {said}; give the length of the run as 'steps:'")
+        raise JobError(f"epochs: dataset {dataset.entry} {said}; replace 'epochs' by 'steps'")
     # Exact decimal arithmetic: 1.1 epochs of 10 samples are 11 samples, not 12 by a rounding error.
     steps = math.ceil(Fraction(str(job.epochs)) * samples / job.batch.size)
     note(f"epochs: {job.epochs:g} of {samples:,} samples each are {steps:,} steps of {job.batch.size:,}")
