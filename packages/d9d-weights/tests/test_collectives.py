@@ -112,7 +112,7 @@ def objects_arrive() -> None:
         assert gather_objects(rank, pair, 1) == ([1, 2] if rank == 2 else None)
         with pytest.raises(TypeError, match=r"only JSON values can be gathered; rank 2: value\['a'\]\[0\] is a set$"):
             all_gather_objects({"a": [set()]} if rank == 2 else 1, pair)
-    with pytest.raises(ValueError, match="there is no rank 3 in a group of 3"):
+    with pytest.raises(ValueError, match="dst is 3, but the group has 3 rank"):
         gather_objects(1, world, 3)
 
 
@@ -132,7 +132,7 @@ def only_those_concerned_fail() -> str:
 def test_what_is_no_json_fails_where_it_is_and_where_it_should_arrive(world: Any) -> None:
     receiver, culprit, bystander = world(3).run(only_those_concerned_fail)
     assert receiver == culprit
-    assert receiver.endswith("rank 1: value has the key 1, which is not a string")
+    assert receiver.endswith("rank 1: value has the key 1, not a string")
     assert bystander == "sent"
 
 
@@ -156,7 +156,7 @@ def test_without_groups_a_process_gathers_from_itself() -> None:
     assert gather_tensors(torch.tensor([1, 2]), None)[0].tolist() == [1, 2]
     with pytest.raises(TypeError, match="rank 0: value is a object"):
         all_gather_objects(object(), None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="there is no rank 1 in a group of 1"):
+    with pytest.raises(ValueError, match="dst is 1, but the group has 1 rank"):
         gather_tensors(torch.zeros(1), None, 1)
 
 

@@ -194,9 +194,9 @@ def test_a_lock_file_needs_its_directory_and_is_no_link(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         lock_file(tmp_path / "none" / "lock")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="link is a link, and must be a regular file: remove it"):
+    with pytest.raises(CheckpointError, match="link is a symbolic link, not a regular file; remove it"):
         lock_file(tmp_path / "link")
     (tmp_path / "one").touch()
     os.link(tmp_path / "one", tmp_path / "two")
-    with pytest.raises(CheckpointError, match="two is a link or not a regular file: remove it"):
+    with pytest.raises(CheckpointError, match="two is a link or not a regular file; remove it"):
         lock_file(tmp_path / "two")

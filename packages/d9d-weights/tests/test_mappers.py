@@ -283,7 +283,7 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
         (Chunk("c", ["a", "b"], sizes=[1, 1]), specs(c=(3,)), ["cannot be cut into parts of [1, 1]"]),
         (Unstack("c", ["a", "b"]), specs(c=(3,)), ["cannot make 2 tensors from dimension 0 of [3]"]),
         (Unstack("c", ["a", "b"]), specs(d=(2,)), ["Unstack('c') needs 'c'"]),
-        (Transpose("a"), specs(a=(3,)), ["has the shape [3]", "cannot be permuted"]),
+        (Transpose("a"), specs(a=(3,)), ["has the shape [3]", "is not a permutation"]),
         (Squeeze("a", 0), specs(a=(3,)), ["not of size 1"]),
         (Unsqueeze("a", 5), specs(a=(3,)), ["cannot have index 5"]),
         (Select("model"), specs(a=(3,)), ["no tensors below 'model.'"]),

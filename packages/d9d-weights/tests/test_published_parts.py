@@ -68,7 +68,7 @@ def test_lists_and_values_of_an_adapter_have_a_largest_size() -> None:
     for field, value in (("target_modules", [*many, "a"]), ("layers_to_transform", [1] * ((1 << 14) + 1))):
         with pytest.raises(CheckpointError, match="which is out of bounds or of a wrong type"):
             bounded_fields({**LORA, field: value}, "f")
-    with pytest.raises(CheckpointError, match="f has no peft_type; it must be LORA or IA3"):
+    with pytest.raises(CheckpointError, match="f has no field peft_type; set it to LORA or IA3"):
         bounded_fields({"r": 1}, "f")
     with pytest.raises(CheckpointError, match="peft_type"):
         bounded_fields({"peft_type": "PROMPT"}, "f")
@@ -87,18 +87,24 @@ def tensors_of(*modules: str) -> list[str]:
     [
         ({"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "task_type": "X", "use_dora": False, "bias": "none"}, None),
         ({"init_lora_weights": "eva", "fan_in_fan_out": None, "rank_pattern": {}, "loftq_config": []}, None),
-        ({"init_lora_weights": "pissa"}, "it has init_lora_weights='pissa', which peft 'lora' does not have; merge"),
-        ({"use_dora": True, "bias": "all"}, "it has bias='all', use_dora=True, which"),
-        ({"rank_pattern": {"a": 1}}, r"it has rank_pattern=\{'a': 1\}"),
-        ({"zero": 0}, "it has zero=0"),
+        (
+            {"init_lora_weights": "pissa"},
+            "its config has init_lora_weights='pissa', which d9d's 'lora' does not support; merge",
+        ),
+        ({"use_dora": True, "bias": "all"}, "its config has bias='all', use_dora=True, which"),
+        ({"rank_pattern": {"a": 1}}, r"its config has rank_pattern=\{'a': 1\}"),
+        ({"zero": 0}, "its config has zero=0"),
         ({"target_modules": ["q_proj", "fc"]}, None),
         ({"target_modules": ["model.layers.0.q_proj", "fc"]}, None),
         ({"target_modules": "any expression"}, None),
-        ({"target_modules": ["q_proj"]}, "it has tensors for 'model.fc', which its config excludes .target_modules="),
-        ({"target_modules": ["proj", "fc"]}, "it has tensors for 'model.layers.0.q_proj'"),
+        (
+            {"target_modules": ["q_proj"]},
+            "the adapter has tensors for 'model.fc', which its config excludes .target_modules=",
+        ),
+        ({"target_modules": ["proj", "fc"]}, "the adapter has tensors for 'model.layers.0.q_proj'"),
         ({"exclude_modules": ["v_proj"]}, None),
-        ({"exclude_modules": ["fc"]}, "it has tensors for 'model.fc'"),
-        ({"layers_to_transform": [0]}, "it has tensors for 'model.fc'.*layers_to_transform="),
+        ({"exclude_modules": ["fc"]}, "the adapter has tensors for 'model.fc'"),
+        ({"layers_to_transform": [0]}, "the adapter has tensors for 'model.fc'.*layers_to_transform="),
         ({"layers_to_transform": [0], "layers_pattern": "h"}, "layers_pattern='h', but d9d finds layers by the name"),
         ({"layers_pattern": "h"}, None),
     ],
@@ -122,7 +128,7 @@ def test_layers_of_an_adapter_are_those_of_its_config() -> None:
             check_adapter_config({"layers_to_transform": layers}, tensors_of("layers.0.q"), method="lora")
     with pytest.raises(CheckpointError) as caught:
         check_adapter_config({"x": "y" * 400}, [], method="lora")
-    assert f"it has x='{'y' * 297}..., which" in str(caught.value)
+    assert f"its config has x='{'y' * 297}..., which" in str(caught.value)
 
 
 def test_fields_of_a_model_without_an_effect_here_are_accepted_and_others_named() -> None:
@@ -159,7 +165,7 @@ def test_tensors_fill_files_up_to_their_size_widest_dtype_first() -> None:
     assert list(plan_files(specs, 59)) == ["model.safetensors"]
     assert spec_bytes(spec(2, 3, dtype=torch.bfloat16)) == 12
     plan_files({"a": spec(1)}, 1)
-    with pytest.raises(CheckpointError, match="files of 0 bytes cannot hold a model"):
+    with pytest.raises(CheckpointError, match="the size of weight files is 0 bytes"):
         plan_files(specs, 0)
     with pytest.raises(CheckpointError, match="a model without tensors cannot be written"):
         plan_files({}, 9)

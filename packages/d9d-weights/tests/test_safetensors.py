@@ -123,14 +123,20 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "it has 0 bytes and claims a header of 0"),
-        ((1 << 40).to_bytes(8, "little") + b"{}", "it has 10 bytes and claims a header of 1099511627776"),
-        (header(a=ENTRY) + bytes(7), "its entries need 8 bytes, and it has 7"),
-        (header(a=ENTRY) + bytes(9), "its entries need 8 bytes, and it has 9"),
-        (header(a=ENTRY, b={**ENTRY, "data_offsets": [4, 12]}) + bytes(12), "entry 'b' overlaps the one before"),
-        (header(a=ENTRY, b={**ENTRY, "data_offsets": [12, 20]}) + bytes(20), "entry 'b' leaves a gap before it"),
-        (header(a={**ENTRY, "shape": [3]}) + bytes(8), "entry 'a' has 8 bytes for F32 [3]"),
-        (header(a={**ENTRY, "shape": [-1, -2]}) + bytes(8), "not a natural number"),
+        (b"", "the file has 0 bytes, but its first bytes give a header of 0"),
+        (
+            (1 << 40).to_bytes(8, "little") + b"{}",
+            "the file has 10 bytes, but its first bytes give a header of 1099511627776",
+        ),
+        (header(a=ENTRY) + bytes(7), "its tensors need 8 bytes after the header, but the file has 7"),
+        (header(a=ENTRY) + bytes(9), "its tensors need 8 bytes after the header, but the file has 9"),
+        (header(a=ENTRY, b={**ENTRY, "data_offsets": [4, 12]}) + bytes(12), "tensor 'b' overlaps the tensor before it"),
+        (
+            header(a=ENTRY, b={**ENTRY, "data_offsets": [12, 20]}) + bytes(20),
+            "tensor 'b' leaves a gap after the tensor before it",
+        ),
+        (header(a={**ENTRY, "shape": [3]}) + bytes(8), "tensor 'a' has 8 bytes, too many or too few for F32 [3]"),
+        (header(a={**ENTRY, "shape": [-1, -2]}) + bytes(8), "not a whole number from 0 up"),
         (header(a={**ENTRY, "dtype": "F31"}) + bytes(8), "F31"),
         (header(a={"dtype": "F32"}) + bytes(8), "its header is unreadable"),
         (header(a=7) + bytes(8), "its header is unreadable"),

@@ -197,15 +197,21 @@ def test_pieces_that_make_a_tensor_are_a_manifest(given: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (manifest(), "the pieces and the tensor have different numbers of elements"),
-        (manifest(shape=(0,)), "the pieces and the tensor have different numbers of elements"),
-        (manifest(piece([0, 0], [3, 2])), "the pieces and the tensor have different numbers of elements"),
+        (manifest(), "the tensor's pieces together do not have as many elements as the tensor"),
+        (manifest(shape=(0,)), "the tensor's pieces together do not have as many elements as the tensor"),
+        (manifest(piece([0, 0], [3, 2])), "the tensor's pieces together do not have as many elements as the tensor"),
         (manifest(piece([1, 0], [4, 2])), "the piece [4, 2] at [1, 0] exceeds the tensor"),
-        (manifest(piece([0], [4])), "a piece does not have the tensor's 2 dimensions"),
-        (manifest(piece([0, 0], [2, 2]), piece([1, 0], [2, 2])), "pieces overlap"),
-        (manifest(piece([0, 0], [4, 1]), piece([1, 0], [2, 2])), "pieces overlap"),
-        (manifest(piece([0, 0], [4, 2], whole=True), dtype="float33"), "'float33' is not a dtype of a checkpoint"),
-        (manifest(piece([0, 0], [4, 2], whole=True), dtype="Tensor"), "'Tensor' is not a dtype of a checkpoint"),
+        (manifest(piece([0], [4])), "a piece of the tensor does not have 2 dimensions"),
+        (manifest(piece([0, 0], [2, 2]), piece([1, 0], [2, 2])), "pieces of the tensor overlap"),
+        (manifest(piece([0, 0], [4, 1]), piece([1, 0], [2, 2])), "pieces of the tensor overlap"),
+        (
+            manifest(piece([0, 0], [4, 2], whole=True), dtype="float33"),
+            "the dtype 'float33', which checkpoints do not support",
+        ),
+        (
+            manifest(piece([0, 0], [4, 2], whole=True), dtype="Tensor"),
+            "the dtype 'Tensor', which checkpoints do not support",
+        ),
         (manifest(piece([0, 0], [4, 2], whole=True), shape=(2**62, 2**62)), "no tensor can have the shape"),
         (manifest(piece([0, 0], [4, 2])), "tensors.a: a piece has the wrong key 'a@0,0'"),
         (manifest(piece([0, 0], [4, 2], whole=True, rank=1)), "tensors.a: tensors-00001.safetensors is not listed"),
@@ -245,7 +251,7 @@ def test_a_manifest_names_its_files_with_their_sums_and_its_own() -> None:
     assert manifest_module._digest({**content, "step": 8}) != digest
     assert with_values(b"{}", {}) == b"{}"
     assert json.loads(with_values(b'{"a": 1, "b": 2}', {"b": 3})) == {"a": 1, "b": 3}
-    with pytest.raises(CheckpointError, match="the state of the run cannot be read again"):
+    with pytest.raises(CheckpointError, match="a component's state cannot be saved as JSON"):
         with_values(b"{}", {"a": "\ud800"})
 
 
@@ -268,7 +274,9 @@ def test_a_job_whose_model_has_no_published_layout_has_no_graph(monkeypatch: pyt
     monkeypatch.setattr(pretrained, "ModelSpec", Spec)
     model = SimpleNamespace(spec=spec or Spec(), entry="toy")
     monkeypatch.setattr(pretrained, "select", lambda *_: SimpleNamespace(model=model))
-    with pytest.raises(CheckpointError, match="^model toy has no Hugging Face layout$"):
+    with pytest.raises(
+        CheckpointError, match="^model toy has no Hugging Face layout, so no state graph maps its tensors$"
+    ):
         pretrained.job_state_graph(cast("Any", None), cast("Any", None))
 
 
@@ -315,10 +323,10 @@ class Registry:
 @pytest.mark.parametrize(
     ("job", "left_out", "problem"),
     [
-        ("none", (), "run/step-3 does not say which model it contains: no job saved it"),
+        ("none", (), "run/step-3 does not name its model, so d9d train did not save it; use a checkpoint of a run"),
         ({"peft": {"name": "x"}}, ("w",), "belongs to a fine-tuning run and lacks frozen weights"),
-        ({"peft": "lora"}, (), "its manifest names no fine-tuning method; was it written by d9d?"),
-        ({"peft": {"name": 3}}, (), "its manifest names no fine-tuning method; was it written by d9d?"),
+        ({"peft": "lora"}, (), "peft in its manifest has no name; use a checkpoint that d9d train wrote"),
+        ({"peft": {"name": 3}}, (), "peft in its manifest has no name; use a checkpoint that d9d train wrote"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_merged_says_why(job: Any, left_out: Any, problem: str) -> None:
@@ -335,7 +343,9 @@ def test_a_checkpoint_without_a_method_is_as_it_is() -> None:
 
 @pytest.mark.parametrize("model", [None, "llama", {}, {"name": 3}])
 def test_a_checkpoint_whose_manifest_names_no_model_is_refused(model: Any) -> None:
-    with pytest.raises(CheckpointError, match="run/step-3: its manifest names no model; was it written by d9d train"):
+    with pytest.raises(
+        CheckpointError, match="run/step-3: its manifest names no model; use a checkpoint that d9d train wrote"
+    ):
         stored_model.model_of(checkpoint({}, job={"model": model}), cast("Any", Registry(None)))
 
 

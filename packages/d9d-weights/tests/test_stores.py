@@ -172,23 +172,23 @@ def test_a_manifest_that_cannot_be_used_says_why(checkpoint: tuple[LocalStore, P
 
     assert read_manifest(store, "step-3")["step"] == 3
     changed(directory, step=4)
-    assert problem() == ": the checksum of manifest.json is wrong, the file is damaged"
+    assert problem() == ": the checksum of manifest.json is wrong, so the file is damaged"
     changed(directory, version=3)
     assert problem().endswith(" version 3; this d9d reads d9d-checkpoint version 2")
     changed(directory, format="x" * 50)
-    assert problem() == f" is {'x' * 40} version 3; this d9d reads d9d-checkpoint version 2"
+    assert problem() == f" has the format {'x' * 40} version 3; this d9d reads d9d-checkpoint version 2"
     (directory / "manifest.json").write_text("[1]")
-    assert problem() == ": manifest.json is damaged"
+    assert problem() == ": manifest.json is not a JSON object"
     (directory / "manifest.json").write_text("{")
-    assert problem().startswith(" has no readable manifest.json (")
+    assert problem().startswith(": manifest.json cannot be read (")
     (directory / "manifest.json").unlink()
-    assert problem() == " lacks manifest.json: it was not finished, or is damaged"
+    assert problem() == " lacks manifest.json: the checkpoint is incomplete or damaged"
 
 
 def test_values_of_a_checkpoint_are_an_object(checkpoint: tuple[LocalStore, Path]) -> None:
     store, directory = checkpoint
     for text, said in (
-        (None, "cannot be read"), ("{", "cannot be read"), ("[1]", "is not a JSON object but a list"),
+        (None, "cannot be read"), ("{", "cannot be read"), ("[1]", "contains a list"),
     ):  # fmt: skip
         if text is not None:
             (directory / "state.json").write_text(text)
@@ -206,7 +206,7 @@ def test_files_are_verified_by_size_and_checksum(checkpoint: tuple[LocalStore, P
     for content, said in (
         (None, " lacks x$"),
         (b"ab", ": x has 2 bytes instead of 3$"),
-        (b"abd", ": the checksum of x is wrong, the file is damaged$"),
+        (b"abd", ": the checksum of x is wrong, so the file is damaged$"),
     ):
         if content is not None:
             (directory / "x").write_bytes(content)
@@ -320,7 +320,9 @@ def test_the_model_of_a_checkpoint_has_a_layout(monkeypatch: pytest.MonkeyPatch)
     job = {"model": {"name": "acme/x", "size": 3, "pretrained": "elsewhere"}}
     found: Any = model_of(tensors(job), registry())
     assert found == ("layout", {"name": "x", "size": 3})
-    with pytest.raises(CheckpointError, match=r"^there contains model 'x' \(acme\), which has no Hugging Face layout$"):
+    with pytest.raises(
+        CheckpointError, match=r"^there contains model 'x' \(acme\), which has no Hugging Face layout to export$"
+    ):
         model_of(tensors(job), registry(hugging_face=False))
     for wrong in ({"model": 3}, {"model": {"name": 3}}, {}):
         with pytest.raises(CheckpointError, match="^there: its manifest names no model"):
@@ -342,8 +344,8 @@ def test_adapters_of_a_checkpoint_are_merged_if_their_method_can(monkeypatch: py
     assert merged == ("merger", ["a"])
     for job, manifest, said in (
         ({}, {"left_out": ["x"]}, "belongs to a fine-tuning run and lacks frozen weights"),
-        ({"peft": 3}, {}, "its manifest names no fine-tuning method"),
-        ({"peft": {"name": 3}}, {}, "its manifest names no fine-tuning method"),
+        ({"peft": 3}, {}, "peft in its manifest has no name"),
+        ({"peft": {"name": 3}}, {}, "peft in its manifest has no name"),
         ({"peft": {"name": "x", "merges": False}}, {}, r"peft method 'x' \(acme\), which can merge only in memory"),
     ):
         with pytest.raises(CheckpointError, match=said):

@@ -44,7 +44,10 @@ def test_an_answer_has_the_text_and_the_places_of_blocks_that_are_not_empty() ->
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it recurses without end"),
         ("{{ 1 // 0 }}", "ZeroDivisionError: integer division or modulo by zero"),
         ("{{ f() }}", "ValueError: " + "x" * 1000),
-        ("{% for x in range(1000) %}{% endfor %}", "it takes more than 1,000 steps"),
+        (
+            "{% for x in range(1000) %}{% endfor %}",
+            "the template takes more than 1,000 steps (loop iterations and calls)",
+        ),
     ],
 )
 def test_an_error_of_a_template_is_its_answer(text: str, error: str) -> None:
@@ -149,12 +152,14 @@ def test_values_that_json_does_not_have_are_refused_before_they_are_sent() -> No
     made = TemplateProcess({"default": "x"})
     circular: list[Any] = []
     circular.append(circular)
-    with pytest.raises(TemplateError, match="^the values cannot be sent to it: Circular reference"):
+    with pytest.raises(
+        TemplateError, match="^the record's values cannot be passed to the template: Circular reference"
+    ):
         made.render("default", {"x": circular})
     assert made.render("default", {}).text == "x"
-    assert made._reason(None, True) == "it renders more than 134,217,728 bytes"
-    assert made._reason(-signal.SIGPROF, False) == "it takes more than 10 seconds"
-    memory = "its process ended with status -9, perhaps for lack of memory (536,870,912 bytes)"
+    assert made._reason(None, True) == "the template renders more than 134,217,728 bytes"
+    assert made._reason(-signal.SIGPROF, False) == "the template takes more than 10 seconds"
+    memory = "the template's process ended with status -9, perhaps for lack of memory (536,870,912 bytes)"
     assert made._reason(-9, False) == memory
 
 

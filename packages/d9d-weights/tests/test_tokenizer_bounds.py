@@ -32,10 +32,12 @@ def template(pieces: int, ids: int) -> dict[str, Any]:
 
 #: Refused part -> a ``tokenizer.json``.
 REFUSED = {
-    "characters of one": TOKENIZERS["a normalizer that multiplies"],
+    "turns one character into": TOKENIZERS["a normalizer that multiplies"],
     "'prepend' of 50,000,000 characters": TOKENIZERS["a normalizer that prepends"],
-    "normalizer makes": {"normalizer": replacing({"Regex": ""}, "e" * 100)},
-    "decoder makes": {"decoder": {"type": "Sequence", "decoders": [replacing({"String": ""}, "ee")] * 9}},
+    "normalizer turns one character into": {"normalizer": replacing({"Regex": ""}, "e" * 100)},
+    "decoder turns one character into": {
+        "decoder": {"type": "Sequence", "decoders": [replacing({"String": ""}, "ee")] * 9}
+    },
     "1,001 steps": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 1000}},
     "replaces a text by 1,000 bytes": {"normalizer": table(b"a", b"e" * 1000)},
     "not base64": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "!"}},
@@ -100,15 +102,23 @@ def split(*patterns: str) -> dict[str, Any]:
         (
             growing(("a", "e" * 64)),
             growing(("a", "e" * 65)),
-            "decoder makes 65 characters of one character, more than 64",
+            "decoder turns one character into 65 characters, more than 64",
         ),
         # A step that shortens a text does not make up for one that lengthens it.
-        (growing(("aa", "a"), ("a", "e" * 64)), growing(("aaaa", "a"), ("a", "e" * 65)), "decoder makes 65 characters"),
-        (growing(("ab", "e" * 16), ("a", "e" * 8)), growing(("ab", "e" * 18), ("a", "e" * 8)), "decoder makes 72 char"),
+        (
+            growing(("aa", "a"), ("a", "e" * 64)),
+            growing(("aaaa", "a"), ("a", "e" * 65)),
+            "decoder turns one character into 65 characters",
+        ),
+        (
+            growing(("ab", "e" * 16), ("a", "e" * 8)),
+            growing(("ab", "e" * 18), ("a", "e" * 8)),
+            "decoder turns one character into 72 char",
+        ),
         (
             {"decoder": replacing({"Regex": "a"}, "e" * 63)},
             {"decoder": replacing({"Regex": "a"}, "e" * 64)},
-            "makes 65",
+            "turns one character into 65",
         ),
         (pieces(1024, 3), pieces(1025, 3), "post_processor adds 1,025 tokens to a text, more than 1,024"),
         (pieces(3, 1024), pieces(3, 1025), "post_processor adds 1,025 tokens to a text, more than 1,024"),

@@ -53,7 +53,7 @@ def readable_bytes(values: Mapping[str, Any]) -> bytes:
     try:
         parse_json(content, strict=True, limit=MAX_BYTES)
     except ValueError as error:
-        raise CheckpointError(f"the state of the run cannot be read again: {error}") from error
+        raise CheckpointError(f"a component's state cannot be saved as JSON: {error}; correct its state()") from error
     return content
 
 
@@ -72,16 +72,16 @@ def read_manifest(storage: DirectoryStore, name: str) -> dict[str, Any]:
     try:
         manifest = read_values(storage, name, MANIFEST)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{where} lacks {MANIFEST}: it was not finished, or is damaged") from error
+        raise CheckpointError(f"{where} lacks {MANIFEST}: the checkpoint is incomplete or damaged") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{where} has no readable {MANIFEST} ({error})") from error
+        raise CheckpointError(f"{where}: {MANIFEST} cannot be read ({error})") from error
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{where}: {MANIFEST} is damaged")
+        raise CheckpointError(f"{where}: {MANIFEST} is not a JSON object")
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         has = f"{str(manifest.get('format'))[:40]} version {str(manifest.get('version'))[:40]}"
-        raise CheckpointError(f"{where} is {has}; this d9d reads {FORMAT} version {VERSION}")
+        raise CheckpointError(f"{where} has the format {has}; this d9d reads {FORMAT} version {VERSION}")
     if manifest.get("sha256") != _digest(manifest):
-        raise CheckpointError(f"{where}: the checksum of {MANIFEST} is wrong, the file is damaged")
+        raise CheckpointError(f"{where}: the checksum of {MANIFEST} is wrong, so the file is damaged")
     check_form(manifest, f"{where}: {MANIFEST}")
     return manifest
 
@@ -111,7 +111,7 @@ def read_state(storage: DirectoryStore, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{where} cannot be read ({error})") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{where} is not a JSON object but a {type(values).__name__}")
+        raise CheckpointError(f"{where} contains a {type(values).__name__}, not a JSON object")
     return values
 
 
@@ -136,7 +136,7 @@ def verify_file(storage: DirectoryStore, name: str, file: str, facts: Mapping[st
     except OSError as error:
         raise CheckpointError(f"{where}: {file} cannot be read ({error})") from error
     if digest.hexdigest() != facts["sha256"]:
-        raise CheckpointError(f"{where}: the checksum of {file} is wrong, the file is damaged")
+        raise CheckpointError(f"{where}: the checksum of {file} is wrong, so the file is damaged")
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -61,19 +61,21 @@ class Entry(_Part):
     def _pieces_make_the_tensor(self) -> Self:
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
-            raise ValueError(f"{self.dtype[:40]!r} is not a dtype of a checkpoint")
+            raise ValueError(f"the tensor has the dtype {self.dtype[:40]!r}, which checkpoints do not support")
         numbers = math.prod(self.shape)
         if not is_possible(self.shape, dtype):
             raise ValueError(f"no tensor can have the shape {str(list(self.shape))[:80]}")
         for piece in self.pieces:
             if not len(piece.offset) == len(piece.shape) == len(self.shape):
-                raise ValueError(f"a piece does not have the tensor's {len(self.shape)} dimensions")
+                raise ValueError(f"a piece of the tensor does not have {len(self.shape)} dimensions, as the tensor has")
             if any(o + n > size for o, n, size in zip(piece.offset, piece.shape, self.shape, strict=True)):
-                raise ValueError(f"the piece {list(piece.shape)} at {list(piece.offset)} exceeds the tensor")
+                raise ValueError(
+                    f"the piece {list(piece.shape)} at {list(piece.offset)} exceeds the tensor {list(self.shape)}"
+                )
         if sum(math.prod(piece.shape) for piece in self.pieces) != numbers or not self.pieces:
-            raise ValueError("the pieces and the tensor have different numbers of elements")
+            raise ValueError("the tensor's pieces together do not have as many elements as the tensor")
         if _overlap(self.pieces):
-            raise ValueError("pieces overlap")
+            raise ValueError("pieces of the tensor overlap")
         return self
 
 

@@ -101,7 +101,9 @@ def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
     selection = select(job, registry)
     spec = selection.model.spec
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
-        raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout")
+        raise CheckpointError(
+            f"model {selection.model.entry} has no Hugging Face layout, so no state graph maps its tensors"
+        )
     with torch.device("meta"):
         stage = instantiate(selection.model, job.model, Stage())
     layout: HuggingFaceFormat = spec.hugging_face.load()()

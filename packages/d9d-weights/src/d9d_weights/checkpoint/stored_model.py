@@ -29,7 +29,9 @@ def job_of(tensors: CheckpointTensors) -> Mapping[str, Any]:
     """
     job: Any = tensors.manifest.get("job")
     if not isinstance(job, dict):
-        raise CheckpointError(f"{tensors.location} does not say which model it contains: no job saved it")
+        raise CheckpointError(
+            f"{tensors.location} does not name its model, so d9d train did not save it; use a checkpoint of a run"
+        )
     return job
 
 
@@ -48,14 +50,16 @@ def merger_of(tensors: CheckpointTensors, registry: Registry) -> Mapper:
     if not fields:
         return Identity()
     if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
-        raise CheckpointError(f"{tensors.location}: its manifest names no fine-tuning method; was it written by d9d?")
+        raise CheckpointError(
+            f"{tensors.location}: peft in its manifest has no name; use a checkpoint that d9d train wrote"
+        )
     entry = registry.find("peft method", fields["name"])
     try:
         given = {**fields, "name": entry.spec.key}
         config = load_config(entry).model_validate(given, context={"registry": registry})
     except ValidationError as error:
         raise CheckpointError(
-            f"{tensors.location}: its manifest has settings of a fine-tuning method that {entry} refuses: {error}"
+            f"{tensors.location}: {entry} refuses the settings of peft in the checkpoint's manifest: {error}"
         ) from error
     method = instantiate(choose(registry, "peft method", "peft", config), config)
     if not isinstance(method, MergesTensors):
@@ -74,13 +78,13 @@ def model_of(tensors: CheckpointTensors, registry: Registry) -> tuple[HuggingFac
     """
     fields, location = job_of(tensors).get("model"), tensors.location
     if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
-        raise CheckpointError(f"{location}: its manifest names no model; was it written by d9d train?")
+        raise CheckpointError(f"{location}: its manifest names no model; use a checkpoint that d9d train wrote")
     # The checkpoint contains the weights, and the job all sizes.
     fields = {name: value for name, value in fields.items() if name != "pretrained"}
     entry = registry.find("model", fields["name"])
     spec = entry.spec
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
-        raise CheckpointError(f"{location} contains model {entry}, which has no Hugging Face layout")
+        raise CheckpointError(f"{location} contains model {entry}, which has no Hugging Face layout to export")
     try:
         config = load_config(entry).model_validate({**fields, "name": entry.spec.key})
     except ValidationError as error:

@@ -122,7 +122,9 @@ class CheckpointTensors:
             try:
                 opened = self._opened.enter_context(self._storage.open(self._name, name))
             except FileNotFoundError as error:
-                raise CheckpointError(f"checkpoint {self.location} lacks {name}") from error
+                raise CheckpointError(
+                    f"checkpoint {self.location} lacks the file {name}; copy the checkpoint again"
+                ) from error
             self._files[name] = TensorFile(opened, f"{self.location}/{name}")
         return self._files[name]
 
@@ -159,7 +161,7 @@ def _newest(storage: DirectoryStore) -> str:
             raise CheckpointError(f"{storage.location(folder(step))} cannot be read: {error}") from error
         if read_manifest(storage, folder(step))["step"] == step:  # else a copy of another step's checkpoint
             return folder(step)
-    raise CheckpointError(f"{storage} has no checkpoint")
+    raise CheckpointError(f"{storage} has no complete checkpoint; give the directory of a run that has saved one")
 
 
 def _steps(storage: DirectoryStore) -> list[int]:

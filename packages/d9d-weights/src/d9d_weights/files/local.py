@@ -90,7 +90,8 @@ class LocalDraft:
         """Create a file of the draft; after the ``with`` block, the file survives a crash."""
         if not self._draft.is_dir():
             raise CheckpointError(
-                f"{self._draft} does not exist: one process must call start() first, and all must see the directory"
+                f"{self._draft} does not exist; one process must call start() first, in a directory that all "
+                "processes see"
             )
         path = self._draft / file
         try:

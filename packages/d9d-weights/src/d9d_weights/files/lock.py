@@ -133,12 +133,12 @@ def _open(path: Path) -> int:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a link, and must be a regular file: remove it") from error
+            raise CheckpointError(f"the lock file {path} is a symbolic link, not a regular file; remove it") from error
         raise
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
         os.close(descriptor)
-        raise CheckpointError(f"{path} is a link or not a regular file: remove it")
+        raise CheckpointError(f"the lock file {path} is a link or not a regular file; remove it")
     return descriptor
 
 

@@ -121,9 +121,14 @@ def plan_layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | N
     end = 0
     for name, spec in specs.items():
         if spec.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"tensor '{name}' is {spec.dtype}, which a safetensors file cannot hold")
+            raise CheckpointError(
+                f"tensor '{name}' is {spec.dtype}, which safetensors does not support; convert it, for example to "
+                "float32"
+            )
         if name == _METADATA:
-            raise CheckpointError(f"a safetensors file cannot hold a tensor called '{name}': rename it")
+            raise CheckpointError(
+                f"safetensors reserves the name '{name}', so a tensor cannot have it; rename the tensor"
+            )
         start, end = end, end + math.prod(spec.shape) * spec.dtype.itemsize
         entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
         starts[name] = start
@@ -231,11 +236,11 @@ class TensorFile:
         """
         entry = self.entries.get(key)
         if entry is None:
-            raise self._damaged(f"it has no entry '{key}'")
+            raise self._damaged(f"the file has no tensor '{key}'")
         if not entry.has_window(offset, into.shape) or entry.dtype != into.dtype:
             raise self._damaged(
-                f"entry '{key}' is {entry.dtype} {list(entry.shape)}; "
-                f"it has no {into.dtype} window {list(into.shape)} at {list(offset)}"
+                f"tensor '{key}' is {entry.dtype} {list(entry.shape)}, which does not contain the expected window "
+                f"{into.dtype} {list(into.shape)} at {list(offset)}"
             )
         if not into.numel():
             return
@@ -273,7 +278,7 @@ class TensorFile:
         while view:
             count = self._source.read_into(start, view)
             if not count:
-                raise self._damaged("it ends early")
+                raise self._damaged("the file ends early")
             start, view = start + count, view[count:]
 
     def _read_header(self) -> dict[str, Entry]:
@@ -282,7 +287,7 @@ class TensorFile:
         self._read_whole(0, memoryview(prefix))
         length = int.from_bytes(prefix, "little")
         if not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
-            raise self._damaged(f"it has {size} bytes and claims a header of {length}")
+            raise self._damaged(f"the file has {size} bytes, but its first bytes give a header of {length} bytes")
         text = bytearray(length)
         self._read_whole(_LENGTH_BYTES, memoryview(text))
         header = parse_json(bytes(text), strict=True)
@@ -291,14 +296,16 @@ class TensorFile:
         entries, spans = {}, []
         for name, facts in header.items():
             if facts["dtype"] not in _DTYPES:
-                raise ValueError(f"entry '{name}' is {facts['dtype']}, which torch does not support")
+                raise ValueError(f"tensor '{name}' has the dtype {facts['dtype']}, which torch does not support")
             dtype, shape, (start, end) = _DTYPES[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
             if not all(type(n) is int and 0 <= n <= _LARGEST for n in (*shape, start, end)):
-                raise ValueError(f"entry '{name}' has a size or an offset that is not a natural number")
+                raise ValueError(f"tensor '{name}' has a size or an offset that is not a whole number from 0 up")
             if not is_possible(shape, dtype):
-                raise ValueError(f"entry '{name}' has an impossible shape")
+                raise ValueError(f"tensor '{name}' has a shape that no tensor can have")
             if end - start != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"entry '{name}' has {end - start} bytes for {facts['dtype']} {list(shape)}")
+                raise ValueError(
+                    f"tensor '{name}' has {end - start} bytes, too many or too few for {facts['dtype']} {list(shape)}"
+                )
             entries[name] = Entry(dtype, shape, begin + start)
             spans.append((start, end, name))
         self._check_spans(sorted(spans), size - begin)
@@ -308,11 +315,13 @@ class TensorFile:
         expected = 0
         for start, end, name in spans:
             if start != expected:
-                what = "overlaps the one before" if start < expected else "leaves a gap before it"
-                raise self._damaged(f"entry '{name}' {what}")
+                what = (
+                    "overlaps the tensor before it" if start < expected else "leaves a gap after the tensor before it"
+                )
+                raise self._damaged(f"tensor '{name}' {what}")
             expected = end
         if expected != size:
-            raise self._damaged(f"its entries need {expected} bytes, and it has {size}")
+            raise self._damaged(f"its tensors need {expected} bytes after the header, but the file has {size}")
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._name} is damaged: {why}")

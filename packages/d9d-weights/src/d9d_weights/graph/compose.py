@@ -113,7 +113,7 @@ class Shard(Mapper):
         return Effect(effect.taken, made, fresh, effect.duplicates if self.index == 0 else [])
 
     def inverse(self) -> Mapper:
-        raise CheckpointError("a worker's share has no inverse: invert the full mapper, then apply Shard")
+        raise CheckpointError("Shard has no inverse; invert the mapper inside of it, then apply Shard to the inverse")
 
     def rest(self) -> bool:
         return self.mapper.rest()

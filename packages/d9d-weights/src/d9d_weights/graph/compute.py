@@ -50,7 +50,9 @@ class Computed(Value):
         made = self.call.run(find)[self.output]
         found = TensorSpec(tuple(made.shape), made.dtype)
         if found != self.spec:
-            raise CheckpointError(f"{self.text()} gives {found}, but 'shapes' declares {self.spec}")
+            raise CheckpointError(
+                f"{self.text()} returned {found}, but 'shapes' declares {self.spec}; correct 'shapes'"
+            )
         return made
 
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
@@ -107,5 +109,7 @@ class Compute(Mapper):
 
     def inverse(self) -> Mapper:
         if self.undo is None:
-            raise CheckpointError(f"the function of {', '.join(self.inputs)} has no inverse: give it as 'undo'")
+            raise CheckpointError(
+                f"Compute of {', '.join(self.inputs)} has no inverse; give the inverse mapper as its argument 'undo'"
+            )
         return self.undo

@@ -192,7 +192,7 @@ class Transpose(PerTensor):
         ndim = len(value.spec.shape)
         dims = self.dims or (*range(ndim - 2), ndim - 1, ndim - 2)
         if ndim < 2 or sorted(dims) != list(range(ndim)):
-            raise ValueError(f"its dimensions cannot be permuted by {dims}")
+            raise ValueError(f"dims {dims} is not a permutation of the tensor's {ndim} dimensions")
         return permuted(value, dims)
 
     def inverse(self) -> Mapper:
@@ -218,7 +218,7 @@ class Squeeze(PerTensor):
 
     def change(self, value: Value) -> Value:
         if not 0 <= self.dim < len(value.spec.shape) or value.spec.shape[self.dim] != 1:
-            raise ValueError(f"dimension {self.dim} is not of size 1")
+            raise ValueError(f"dimension {self.dim} of the tensor {list(value.spec.shape)} is not of size 1")
         return squeezed(value, self.dim)
 
     def inverse(self) -> Mapper:
@@ -243,7 +243,7 @@ class Unsqueeze(PerTensor):
 
     def change(self, value: Value) -> Value:
         if not 0 <= self.dim <= len(value.spec.shape):
-            raise ValueError(f"a new dimension cannot have index {self.dim}")
+            raise ValueError(f"a new dimension of the tensor {list(value.spec.shape)} cannot have index {self.dim}")
         return unsqueezed(value, self.dim)
 
     def inverse(self) -> Mapper:
@@ -273,7 +273,7 @@ class Cast(PerTensor):
 
     def inverse(self) -> Mapper:
         if self.back is None:
-            raise CheckpointError(f"{self.label()} has no inverse: give the original dtype as 'back'")
+            raise CheckpointError(f"{self.label()} has no inverse; give the original dtype as its argument 'back'")
         return Cast(self.to or self.name, self.back, self.dtype, self.name, self.optional)
 
 
@@ -295,7 +295,7 @@ class Gather(PerTensor):
         return Whole(value)
 
     def inverse(self) -> Mapper:
-        raise CheckpointError(f"{self.label()} has no inverse: declare the sharding with Distribute")
+        raise CheckpointError(f"{self.label()} has no inverse; use Distribute, which declares the sharding, instead")
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,12 @@ def bounded_fields(values: Mapping[str, Any], name: str) -> dict[str, Any]:
                 "to null if the adapter does not need it"
             )
         if not check(value):
-            raise CheckpointError(f"{name}: {field} is {_short(value)}, which is out of bounds or of a wrong type")
+            raise CheckpointError(
+                f"{name}: {field} is {_short(value)}, which is out of bounds or of a wrong type; correct it"
+            )
         found[field] = value
     if "peft_type" not in found:
-        raise CheckpointError(f"{name} has no peft_type; it must be LORA or IA3")
+        raise CheckpointError(f"{name} has no field peft_type; set it to LORA or IA3")
     return found
 
 

@@ -54,8 +54,8 @@ def check_adapter_config(
     }
     if unknown:
         values = ", ".join(f"{field}={value!r}" for field, value in sorted(unknown.items()))
-        advice = "merge it into its base model with the library, and start from the merged model"
-        raise CheckpointError(f"it has {_short(values)}, which peft '{method}' does not have; {advice}")
+        advice = "merge the adapter into its base model with peft, and start from the merged model"
+        raise CheckpointError(f"its config has {_short(values)}, which d9d's '{method}' does not support; {advice}")
     found = (_TENSOR.fullmatch(name) for name in names)
     _check_modules(config_json, dict.fromkeys(match[1] for match in found if match))
 
@@ -65,7 +65,9 @@ def _check_modules(data: Mapping[str, Any], modules: Iterable[str]) -> None:
     targets, excluded = data.get("target_modules"), data.get("exclude_modules")
     layers, pattern = data.get("layers_to_transform"), data.get("layers_pattern")
     if layers is not None and pattern not in (None, [], "", "layers", ["layers"]):
-        raise CheckpointError(f"it has layers_pattern={pattern!r}, but d9d finds layers by the name 'layers' only")
+        raise CheckpointError(
+            f"its config has layers_pattern={pattern!r}, but d9d finds layers by the name 'layers' only; remove it"
+        )
     numbers = None if layers is None else layers if isinstance(layers, list) else [layers]
     for module in modules:
         left_out = (
@@ -77,8 +79,8 @@ def _check_modules(data: Mapping[str, Any], modules: Iterable[str]) -> None:
             fields = ("target_modules", "exclude_modules", "layers_to_transform")
             values = ", ".join(f"{field}={data[field]!r}" for field in fields if data.get(field) is not None)
             raise CheckpointError(
-                f"it has tensors for '{module}', which its config excludes ({_short(values)}); correct the config or "
-                "remove the tensors"
+                f"the adapter has tensors for '{module}', which its config excludes ({_short(values)}); correct the "
+                "config or remove the tensors"
             )
 
 

@@ -135,7 +135,9 @@ class ModelDirectory:
             CheckpointError: the file does not exist.
         """
         if not is_plain_name(name):
-            raise CheckpointError(f"'{name}' is not a file at the top of {self._directory}: name such a file")
+            raise CheckpointError(
+                f"'{name}' is not a file directly in {self._directory}; give a file name without directories"
+            )
         return self._directory.read(name)
 
     def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
@@ -153,7 +155,9 @@ class ModelDirectory:
         """
         spec = self.specs.get(name)
         if spec is None or self._closed:
-            raise CheckpointError(f"{self._directory} {'was closed' if self._closed else f'holds no tensor {name!r}'}")
+            raise CheckpointError(
+                f"{self._directory} {'was closed' if self._closed else f'has no tensor {name!r}; see specs'}"
+            )
         file = self._files[self._held[name]]
         if not file.entries[name].has_window(offset, into.shape):
             raise CheckpointError(

@@ -30,9 +30,10 @@ class ModelFiles:
 
     Attributes:
         config_json: contents of ``config.json``.
-        others: contents of further files by name, such as ``generation_config.json`` and an earlier tokenizer's files.
-        save_assets: function that writes further files, such as the tokenizer's, into a directory; they take
-            precedence.
+        others: contents of further files by name, such as ``generation_config.json`` and the tokenizer files of the
+            pretrained model.
+        save_assets: function that writes further files, such as the data's tokenizer, into a directory; its files
+            replace files of the same name in ``others``.
     """
 
     config_json: Mapping[str, Any]

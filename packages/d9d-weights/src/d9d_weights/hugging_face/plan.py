@@ -30,7 +30,7 @@ def plan_files(
     if not specs:
         raise CheckpointError("a model without tensors cannot be written: check the selection of tensors")
     if shard_bytes < 1:
-        raise CheckpointError(f"files of {shard_bytes} bytes cannot hold a model: choose a larger size")
+        raise CheckpointError(f"the size of weight files is {shard_bytes} bytes; choose a size above 0")
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in specs.items():

@@ -56,13 +56,15 @@ class ShardWriter:
         """
         spec = self._specs.get(name)
         if spec is None:
-            raise CheckpointError(f"'{name}' does not belong to {self._name}: ask file_of() for its file")
+            raise CheckpointError(
+                f"tensor '{name}' does not belong to the file {self._name}; write it to the file that file_of() returns"
+            )
         if name not in self._missing:
-            raise CheckpointError(f"'{name}' was already written to {self._name}: write each tensor once")
+            raise CheckpointError(f"tensor '{name}' was already written to {self._name}; write each tensor once")
         if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
             raise CheckpointError(
-                f"'{name}' was planned as {spec.dtype} {list(spec.shape)} in {self._name} "
-                f"but is {tensor.dtype} {list(tensor.shape)}"
+                f"tensor '{name}' of {self._name} is {tensor.dtype} {list(tensor.shape)}, but specs declared "
+                f"{spec.dtype} {list(spec.shape)}; write it in this form"
             )
         self._file.seek(self._layout.starts[name])
         for _, part in self._buffer.views(tensor.detach(), spec.dtype.itemsize):
@@ -83,4 +85,4 @@ class ShardWriter:
             CheckpointError: tensors are missing.
         """
         if self._missing:
-            raise CheckpointError(f"{self._name} is not complete: {some(list(self._missing))} was never written")
+            raise CheckpointError(f"{self._name} is not complete: write {some(list(self._missing))} before closing it")

@@ -37,13 +37,15 @@ def check_tokenizer(value: Any) -> None:
     for section in _PROGRAMS:
         steps = list(_steps(value.get(section))) if isinstance(value, Mapping) else []
         if len(steps) > _MOST_STEPS:
-            raise ValueError(f"its {section} has {len(steps):,} steps, more than {_MOST_STEPS}")
+            raise ValueError(f"the tokenizer's {section} has {len(steps):,} steps, more than {_MOST_STEPS}")
         growth = 1.0
         for step in steps:
             growth *= _growth(step, section)
             _check_lengths(step, section)
         if growth > _MOST_GROWTH:
-            raise ValueError(f"its {section} makes {growth:,.0f} characters of one character, more than {_MOST_GROWTH}")
+            raise ValueError(
+                f"the tokenizer's {section} turns one character into {growth:,.0f} characters, more than {_MOST_GROWTH}"
+            )
     model = value.get("model") if isinstance(value, Mapping) else None
     if isinstance(model, Mapping):
         _check_lengths({name: text for name, text in model.items() if isinstance(text, str)}, "model")
@@ -75,18 +77,20 @@ def _check_lengths(step: Mapping[str, Any], section: str) -> None:
     added = 0
     for name, value in step.items():
         if isinstance(value, str) and name != "precompiled_charsmap" and len(value) > _LONGEST_TEXT:
-            raise ValueError(f"its {section} has a {name!r} of {len(value):,} characters, more than {_LONGEST_TEXT}")
+            raise ValueError(
+                f"the tokenizer's {section} has a {name!r} of {len(value):,} characters, more than {_LONGEST_TEXT}"
+            )
         if name == "pattern" and isinstance(value, Mapping):
             longest = max((len(text) for text in value.values() if isinstance(text, str)), default=0)
             if longest > _LONGEST_PATTERN:
                 raise ValueError(
-                    f"its {section} has a pattern of {longest:,} characters, more than {_LONGEST_PATTERN:,}"
+                    f"the tokenizer's {section} has a pattern of {longest:,} characters, more than {_LONGEST_PATTERN:,}"
                 )
         if name in ("single", "pair") and isinstance(value, list):
             ids = [_ids_of(step, piece) for piece in value]
             added = max(added, sum(ids))
     if added > _MOST_ADDED:
-        raise ValueError(f"its {section} adds {added:,} tokens to a text, more than {_MOST_ADDED:,}")
+        raise ValueError(f"the tokenizer's {section} adds {added:,} tokens to a text, more than {_MOST_ADDED:,}")
 
 
 def _ids_of(step: Mapping[str, Any], piece: Any) -> int:
@@ -104,12 +108,16 @@ def _check_table(text: Any, section: str) -> None:
     if not isinstance(text, str):
         return
     if len(text) > 2 * _MOST_TABLE:
-        raise ValueError(f"its {section} has a table of {len(text):,} characters, more than {2 * _MOST_TABLE:,}")
+        raise ValueError(
+            f"the tokenizer's {section} has a table of {len(text):,} characters, more than {2 * _MOST_TABLE:,}"
+        )
     try:
         table = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(f"its {section} has a table that is not base64: {error}") from error
+        raise ValueError(f"the tokenizer's {section} has a table that is not base64: {error}") from error
     begin = 4 + int.from_bytes(table[:4], "little")
     longest = max(map(len, table[begin:].split(b"\0")))
     if longest > _LONGEST_REPLACEMENT:
-        raise ValueError(f"its {section} replaces a text by {longest:,} bytes, more than {_LONGEST_REPLACEMENT}")
+        raise ValueError(
+            f"the tokenizer's {section} replaces a text by {longest:,} bytes, more than {_LONGEST_REPLACEMENT}"
+        )

@@ -114,8 +114,9 @@ class ModelWriter:
         Args:
             config_json: contents of the config file.
             files: further small files, by name, such as files of the pretrained model.
-            save_assets: function that writes further files, such as the tokenizer's, into a directory; they take
-                precedence, and replace another tokenizer completely.
+            save_assets: function that writes further files, such as the tokenizer's, into a directory. Its files
+                replace files of the same name in ``files``; if it writes a tokenizer, no tokenizer file of ``files``
+                is kept.
 
         Raises:
             CheckpointError: a weight file is missing, or a further file's name is invalid or taken.
@@ -126,7 +127,10 @@ class ModelWriter:
             if not is_plain_name(name) or name in {self._names.config, self._names.index, *self.files}
         ]
         if taken:
-            raise CheckpointError(f"{some(taken)} cannot be added to {self._directory}: the name is invalid or taken")
+            raise CheckpointError(
+                f"files named {some(taken)} cannot be added to {self._directory}: a name is invalid or in use; "
+                "rename them"
+            )
         for file, layout in self._layouts.items():
             if (size := self._draft.size(file)) != layout.bytes:
                 raise CheckpointError(

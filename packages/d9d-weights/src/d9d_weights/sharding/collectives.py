@@ -222,7 +222,7 @@ def _check_json(value: object, path: str) -> None:
     if isinstance(value, dict):
         for key, child in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{path} has the key {key!r}, which is not a string")
+                raise TypeError(f"{path} has the key {key!r}, not a string")
             _check_json(child, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, child in enumerate(value):
@@ -234,7 +234,9 @@ def _check_json(value: object, path: str) -> None:
 def _check_destination(group: dist.ProcessGroup | None, dst: int) -> None:
     ranks = 1 if group is None else dist.get_world_size(group)
     if not 0 <= dst < ranks:
-        raise ValueError(f"dst: there is no rank {dst} in a group of {ranks}; it counts from 0 inside the group")
+        raise ValueError(
+            f"dst is {dst}, but the group has {ranks} rank(s); give a rank of the group, from 0 to {ranks - 1}"
+        )
 
 
 def _by_rank(values: Sequence[object], group: dist.ProcessGroup) -> str:

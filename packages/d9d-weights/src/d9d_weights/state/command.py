@@ -66,7 +66,10 @@ def state_diff(
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare names, shapes, number formats and numbers. Exit status 1 if they differ."""
+    """Compare the tensors of two checkpoints or models by name, shape, number format and values.
+
+    The exit status is 1 if the tensors differ.
+    """
     from d9d_weights.state.tensors import diff_states
 
     if not diff_states(left, right, tolerance, as_json):

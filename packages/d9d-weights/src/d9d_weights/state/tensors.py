@@ -159,7 +159,7 @@ def _described(
             if config.get("quantization_config"):
                 raise CheckpointError(
                     f"{tensors.location} is quantized (quantization_config in config.json), so --dtype cannot convert "
-                    "it; omit --dtype, or take the weights before quantization"
+                    "it; omit --dtype, or give the model's unquantized weights"
                 )
             name = _dtype_name(asked.dtype)
             config |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
@@ -173,7 +173,9 @@ def _described(
         try:
             dtype = Precision.model_validate(job.get("precision", {})).parameters
         except ValidationError as error:
-            raise CheckpointError(f"{tensors.location}: precision in its manifest is invalid: {error}") from error
+            raise CheckpointError(
+                f"{tensors.location}: precision in its manifest is invalid: {error}; give --dtype"
+            ) from error
     kept, others = _taken_over(job, asked.keep_from, layout, model)
     mapper, config = merger >> layout.exporter(model), {**layout.config_json(model, dtype), **kept}
     card = card_of(tensors, config, StateGraph(mapper, tensors.specs).specs, say)

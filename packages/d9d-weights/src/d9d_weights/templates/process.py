@@ -119,10 +119,10 @@ class TemplateProcess:
         try:
             request = _line({"key": key, "variables": variables})
         except (TypeError, ValueError, RecursionError) as error:
-            raise TemplateError(f"the values cannot be sent to it: {error}") from error
+            raise TemplateError(f"the record's values cannot be passed to the template: {error}") from error
         with self._lock:
             if self._ended >= _MOST_ENDED:
-                raise TemplateError(f"the template exceeded its limits {self._ended} times in a row")
+                raise TemplateError(f"the template exceeded its limits of time or memory {self._ended} times in a row")
             if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
                 self._start()
             self._ended += 1
@@ -171,10 +171,11 @@ class TemplateProcess:
     def _reason(self, code: int | None, answered: bool) -> str:
         """Reason why the process did not answer, for the error message."""
         if answered:
-            return f"it renders more than {_MAX_ANSWER:,} bytes"
+            return f"the template renders more than {_MAX_ANSWER:,} bytes"
         if code == -getattr(signal, "SIGPROF", 0):
-            return f"it takes more than {self._limits.seconds:g} seconds"
-        return f"its process ended with status {code}, perhaps for lack of memory ({self._limits.memory:,} bytes)"
+            return f"the template takes more than {self._limits.seconds:g} seconds"
+        memory = f"{self._limits.memory:,} bytes"
+        return f"the template's process ended with status {code}, perhaps for lack of memory ({memory})"
 
 
 def _status(child: subprocess.Popen[bytes]) -> int | None:

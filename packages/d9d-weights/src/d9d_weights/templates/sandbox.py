@@ -30,6 +30,7 @@ MAX_SIZE = 1 << 24
 _MAX_BITS = 1 << 12
 #: Large widths in ``'%99999d' % x`` and ``'{:99999}'.format(x)``, and widths that are arguments.
 _WIDTH = re.compile(r"\d{5,}|%[^%]*\*|\{[^{}]*\{")
+_WIDTH_RULE = "the field width must be a constant of at most 9,999"
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -78,7 +79,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.rendered += len(piece)
             self.step()
             if self.rendered > MAX_SIZE:
-                raise SecurityError(f"it renders more than {MAX_SIZE:,} characters")
+                raise SecurityError(f"the template renders more than {MAX_SIZE:,} characters")
         return "".join(pieces)
 
     def step(self) -> None:
@@ -89,7 +90,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """
         self._steps += 1
         if self._steps > self._max_steps:
-            raise SecurityError(f"it takes more than {self._max_steps:,} steps")
+            raise SecurityError(f"the template takes more than {self._max_steps:,} steps (loop iterations and calls)")
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call an object from a template. The parameters' unusual names cannot clash with keyword arguments."""
@@ -165,7 +166,7 @@ class _Namespace(Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise SecurityError(f"a namespace cannot hold {name!r}; names start with a letter")
+            raise SecurityError(f"the template sets the name {name!r} in a namespace; names must start with a letter")
         super().__setitem__(name, value)
 
 
@@ -191,7 +192,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse large numbers (widths, counts, repetitions), which could make large values."""
     if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in (*args, *kwargs.values())):
-        raise SecurityError(f"a call has a number above {MAX_SIZE:,}")
+        raise SecurityError(f"the template calls a function with a number above {MAX_SIZE:,}")
 
 
 def _check_method(method: Any, args: tuple[Any, ...]) -> None:
@@ -209,7 +210,7 @@ def _check_method(method: Any, args: tuple[Any, ...]) -> None:
     elif name == "expandtabs":
         size += text.count("\t") * next((value for value in args if isinstance(value, int)), 8)
     elif name in ("format", "format_map") and _WIDTH.search(text):
-        raise SecurityError("a format has a width of more than 9,999, or one that is an argument")
+        raise SecurityError(f"the template formats with {text[:80]!r}; {_WIDTH_RULE}")
     _check_size(size)
 
 
@@ -217,13 +218,13 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         bits = {"**": left.bit_length() * max(right, 1), "*": left.bit_length() + right.bit_length()}
         if operator in bits and bits[operator] > _MAX_BITS:
-            raise SecurityError("a number is too large")
+            raise SecurityError(f"the template computes a number of more than {_MAX_BITS:,} bits")
     elif operator == "*":
         values, count = (left, right) if isinstance(right, int) else (right, left)
         if hasattr(values, "__len__") and isinstance(count, int):
             _check_size(len(values) * count)
     elif operator == "%" and isinstance(left, str) and _WIDTH.search(left):
-        raise SecurityError("a format has a width of more than 9,999, or one that is an argument")
+        raise SecurityError(f"the template formats with {left[:80]!r}; {_WIDTH_RULE}")
 
 
 def _checked(value: Any) -> Any:
@@ -234,7 +235,7 @@ def _checked(value: Any) -> Any:
 
 def _check_size(size: int) -> None:
     if size > MAX_SIZE:
-        raise SecurityError(f"it makes a value of more than {MAX_SIZE:,} characters or elements")
+        raise SecurityError(f"the template makes a value of more than {MAX_SIZE:,} characters or elements")
 
 
 def _tojson(
@@ -246,7 +247,7 @@ def _tojson(
 ) -> str:
     """JSON of a value; unlike jinja2's filter, without HTML escapes and with keys in their order."""
     if isinstance(indent, int) and indent > 64:
-        raise TemplateError("tojson: indent is above 64")
+        raise TemplateError("the template calls tojson with an indent above 64")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
