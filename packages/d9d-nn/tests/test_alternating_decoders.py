@@ -266,7 +266,7 @@ def test_sliding_layers_may_have_another_base() -> None:
 
 def test_layer_types_of_files_are_one_for_each_layer_and_by_default_a_pattern() -> None:
     assert layer_types({"num_hidden_layers": 5}, 2) == [SLIDING, FULL, SLIDING, FULL, SLIDING]
-    with pytest.raises(CheckpointError, match="layer_types has 1 entries, but the model has 2 layers"):
+    with pytest.raises(CheckpointError, match="layer_types has 1 entries for 2 layers"):
         layer_types({"num_hidden_layers": 2, "layer_types": [FULL]}, 2)
 
 

@@ -288,10 +288,18 @@ def test_biases_of_attention_are_split_with_their_outputs() -> None:
         (
             {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 12},
             Share(1, 12, tensor=6),
-            "mesh.tp is 6: 4 key and value heads can be neither split over it nor repeated",
+            "mesh.tp is 6, neither a divisor nor a multiple of the 4 key and value heads; choose one",
         ),
-        ({"intermediate_size": 9}, Share(1, 12, tensor=2), "mesh.tp is 2, which does not divide 9 inner features"),
-        ({}, Share(1, 12, tensor=4, context=2), "12 positions cannot be split over tp = 4 and cp = 2"),
+        (
+            {"intermediate_size": 9},
+            Share(1, 12, tensor=2),
+            "mesh.tp is 2, which does not divide intermediate_size 9; choose a divisor",
+        ),
+        (
+            {},
+            Share(1, 12, tensor=4, context=2),
+            "mesh.tp x mesh.cp = 4 x 2 does not divide the 12 positions of a sample",
+        ),
         ({}, Share(1, 12, experts=2), "mesh.ep is 2, but the model has no experts; remove mesh.ep"),
     ],
 )

@@ -228,10 +228,10 @@ def test_tokens_generation_and_names_of_unchanged_classes_are_kept() -> None:
 def test_what_our_models_do_not_compute_is_refused() -> None:
     check_computable({"model_type": "dense", "special": 1, "rope_scaling": None, "rope_parameters": {}}, FAMILY)
     for data, said in (
-        ({"model_type": "other"}, "model_type is 'other', expected 'dense'"),
-        ({}, "model_type is None, expected 'dense'"),
-        ({"model_type": "dense", "rope_scaling": [1]}, "rope_scaling is .*, not a mapping"),
-        ({"model_type": "dense", "rope_parameters": "x"}, "rope_parameters is 'x', not a mapping"),
+        ({"model_type": "other"}, "model_type is 'other', not 'dense'"),
+        ({}, "model_type is None, not 'dense'"),
+        ({"model_type": "dense", "rope_scaling": [1]}, "rope_scaling is .*; it must be a mapping or null"),
+        ({"model_type": "dense", "rope_parameters": "x"}, "rope_parameters is 'x'; it must be a mapping or null"),
         ({"model_type": "dense", "special": 2}, "special"),
         ({"model_type": "dense", "unheard_of": 2}, "unheard_of"),
     ):
@@ -391,11 +391,17 @@ def test_a_format_adds_the_fields_of_its_family() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"vocab_size": None}, "config.json: no dense model has these values: vocab_size: Input should be a valid int"),
+        (
+            {"vocab_size": None},
+            "config.json: values are invalid for a dense model: vocab_size: Input should be a valid int",
+        ),
         ({"intermediate_size": ...}, "config.json: intermediate_size is missing; take it from the config.json of the"),
-        ({"d9d": {"heads": 3}}, "config.json: no dense model has these values: heads: "),
-        ({"rope_parameters": 3}, "config.json: rope_parameters is 3, not a mapping"),
-        ({"id2label": 3, "architectures": ["DenseForTokenClassification"]}, "config.json: a value has a type that no "),
+        ({"d9d": {"heads": 3}}, "config.json: values are invalid for a dense model: heads: "),
+        ({"rope_parameters": 3}, "config.json: rope_parameters is 3; it must be a mapping or null"),
+        (
+            {"id2label": 3, "architectures": ["DenseForTokenClassification"]},
+            "config.json: a value has a wrong type for a ",
+        ),
     ],
 )
 def test_a_damaged_config_says_what_is_wrong(changes: dict[str, Any], said: str) -> None:

@@ -146,7 +146,7 @@ def test_a_sample_without_tokens_is_finite_forward_and_backward(pooling: str) ->
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("lengths", [torch.tensor([2]), torch.tensor([[2], [3]])], ids=["one for all", "a column"])
 def test_lengths_are_one_per_sample(lengths: Tensor, pooling: str) -> None:
-    with pytest.raises(ValueError, match=r"lengths must have the shape \(2,\), one per sample"):
+    with pytest.raises(ValueError, match=r"give \(2,\), one length for each sample"):
         pool(torch.randn(2, 3, 4), lengths, pooling)
 
 
@@ -247,13 +247,15 @@ def test_a_mean_of_layers_is_that_of_their_normalised_outputs_over_any_stages() 
 
 
 def test_an_input_that_is_no_sum_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected input 'tokes'"):
+    with pytest.raises(TypeError, match="the model has no input 'tokes'"):
         LayerSums([(0, 1)], 1e-6, {"tokes": torch.zeros(1)}, range(0))
 
 
 def test_exactly_the_sums_that_earlier_stages_began_are_taken() -> None:
     state = torch.zeros(1, 2, 3)
-    with pytest.raises(ValueError, match="a head needs layer_sum_0_2; pass all outputs of the previous stage"):
+    with pytest.raises(
+        ValueError, match="a head needs the input 'layer_sum_0_2'; pass all outputs of the previous pipeline stage"
+    ):
         LayerSums([(0, 2), (2,)], 1e-6, {}, range(1))
-    with pytest.raises(TypeError, match="unexpected input 'layer_sum_2'"):
+    with pytest.raises(TypeError, match="the model has no input 'layer_sum_2'"):
         LayerSums([(0, 2), (2,)], 1e-6, {"layer_sum_0_2": state, "layer_sum_2": state}, range(1))

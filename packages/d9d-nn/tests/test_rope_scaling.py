@@ -230,7 +230,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
         ({"rope_type": "linear", "factor": 0.5}, "factor: .*greater than or equal to 1"),
         ({"rope_type": "linear", "factor": 2, "long_factor": [1.0]}, "long_factor: not a field"),
         ({"rope_type": "yarn", "factor": 2, "beta_fast": 1}, "beta_slow: .*1 is not smaller than beta_fast = 1"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only whole heads can rotate"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; d9d rotates whole heads only"),
     ],
 )
 def test_config_json_of_another_method_is_refused(stated: dict[str, Any], text: str) -> None:
@@ -250,7 +250,7 @@ def test_config_json_of_another_method_is_refused(stated: dict[str, Any], text: 
         ({"type": "yarn", **YARN, "mscale_all_dim": 1.0}, "only together"),
         (
             {"type": "yarn", **YARN, "mscale": 1, "mscale_all_dim": 1, "attention_factor": 1},
-            "attention_factor replaces",
+            "attention_factor excludes",
         ),
         ({"type": "llama3", **LLAMA3, "high_freq_factor": 1}, "1 is not greater than low_freq_factor = 1"),
         ({"type": "linear", "factor": 2, "original_max_positions": 4}, "original_max_positions"),

@@ -104,5 +104,5 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def are_only_products(*layers: Linear) -> bool:
-    """Whether calls of the layers are now only products: no weight gradient is deferred, and there are no hooks."""
+    """Whether calls of the layers compute only matrix products: no layer defers its weight gradient or has hooks."""
     return not any(layer.defers or has_hooks(layer) for layer in layers)

@@ -57,7 +57,7 @@ def _given(layers: int, stage: Stage) -> Sequence[int]:
     if len(counts) != stage.count:
         raise BuildError(
             f"pipeline.layers has {len(counts)} numbers, but there are {stage.count} stages; give one for each stage, "
-            "or remove it to balance stages automatically"
+            "or remove the field to balance stages automatically"
         )
     if sum(counts) != layers or min(counts) < 1:
         raise BuildError(

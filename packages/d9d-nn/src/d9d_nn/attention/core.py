@@ -45,7 +45,10 @@ class AttentionCore(nn.Module):
     ) -> None:
         super().__init__()
         if sinks and softcap is not None:
-            raise BuildError("model: attention with both sinks and a soft cap of scores is not implemented; remove one")
+            raise BuildError(
+                "model: attention has both sinks and a soft cap of scores, which d9d does not support; remove one "
+                "of them"
+            )
         self.softcap = softcap
         self.attention = AttentionSlot(
             query_heads=query_heads,

@@ -100,7 +100,7 @@ class DecoderConfig(ModelConfig, ABC):
     def _divides_query_heads(cls, value: int, info: ValidationInfo) -> int:
         heads = info.data.get("num_attention_heads")
         if heads is not None and heads % value:
-            raise ValueError(f"{value} does not divide num_attention_heads = {heads}; heads are shared evenly")
+            raise ValueError(f"{value} does not divide num_attention_heads = {heads}; choose a divisor")
         return value
 
     @field_validator("head_dim")

@@ -89,11 +89,13 @@ def check_computable(data: Mapping[str, Any], family: Family) -> None:
     """
     name = family.model_type
     if data.get("model_type") != name:
-        raise CheckpointError(f"config.json: model_type is {data.get('model_type')!r}, expected '{name}'")
+        raise CheckpointError(
+            f"config.json: model_type is {data.get('model_type')!r}, not '{name}'; choose the model for this type"
+        )
     check_fields(data, name, family.read, family.only)
     for field in ("rope_parameters", "rope_scaling"):
         if not isinstance(data.get(field) or {}, Mapping):
-            raise CheckpointError(f"config.json: {field} is {data[field]!r}, not a mapping")
+            raise CheckpointError(f"config.json: {field} is {data[field]!r}; it must be a mapping or null")
 
 
 def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -187,7 +189,9 @@ def layer_types(data: Mapping[str, Any], pattern: int) -> list[str]:
     if kinds is None:
         return ["full_attention" if layer % pattern == 0 else "sliding_attention" for layer in range(1, layers + 1)]
     if len(kinds) != layers:
-        raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries, but the model has {layers} layers")
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds)} entries for {layers} layers; give one for each layer"
+        )
     return list(kinds)
 
 

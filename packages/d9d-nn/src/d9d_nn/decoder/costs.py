@@ -96,7 +96,9 @@ def swiglu_cost(config: Any, _layer: int, share: Share) -> FeedForwardCost:
     """
     tp, hidden, width, tokens = share.tensor, config.hidden_size, share.width, share.tokens
     if config.intermediate_size % tp:
-        raise BuildError(f"mesh.tp is {tp}, which does not divide {config.intermediate_size} inner features")
+        raise BuildError(
+            f"mesh.tp is {tp}, which does not divide intermediate_size {config.intermediate_size}; choose a divisor"
+        )
     features = config.intermediate_size // tp
     into, out_of = (
         _matrices(("gate_proj", "up_proj"), features, hidden, 0),
@@ -150,9 +152,13 @@ def _check(config: DecoderConfig, share: Share) -> None:
     if heads % tp:
         raise BuildError(f"mesh.tp is {tp}, which does not divide the {heads} query heads; choose a divisor")
     if pairs % tp and tp % pairs:
-        raise BuildError(f"mesh.tp is {tp}: {pairs} key and value heads can be neither split over it nor repeated")
+        raise BuildError(
+            f"mesh.tp is {tp}, neither a divisor nor a multiple of the {pairs} key and value heads; choose one"
+        )
     if share.length % (tp * share.context):
-        raise BuildError(f"{share.length} positions cannot be split over tp = {tp} and cp = {share.context}")
+        raise BuildError(
+            f"mesh.tp x mesh.cp = {tp} x {share.context} does not divide the {share.length} positions of a sample"
+        )
 
 
 def _layer(

@@ -93,12 +93,16 @@ class DecoderFormat(ABC, Generic[C]):
                 f"config.json: {error.args[0]} is missing; take it from the config.json of the published model"
             ) from error
         except (TypeError, AttributeError) as error:
-            raise CheckpointError(f"config.json: a value has a type that no {name} has there: {error}") from error
+            raise CheckpointError(
+                f"config.json: a value has a wrong type for a {name} model: {error}; correct it"
+            ) from error
         try:
             return self.config.model_validate(values)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors())
-            raise CheckpointError(f"config.json: no {name} model has these values: {'; '.join(problems)}") from error
+            raise CheckpointError(
+                f"config.json: values are invalid for a {name} model: {'; '.join(problems)}"
+            ) from error
 
     def layers(self, config: C, stored: C) -> list[Mapper]:  # noqa: ARG002 - some families compare the two
         """Mappers of the layers' tensors, from files of a model with config ``stored`` to a model with ``config``."""

@@ -182,11 +182,13 @@ class DecoderModel(nn.Module):
         """
         if self.stage.is_first:
             if tokens is None:
-                raise ValueError(f"the first stage of {self.config.name} needs tokens")
+                raise ValueError(f"the first pipeline stage of {self.config.name} needs the input 'tokens'")
             hidden = self.embed(tokens)
         if hidden is None:
             name = self.config.name
-            raise ValueError(f"stage {self.stage.index} of {name} needs hidden, returned by the previous stage")
+            raise ValueError(
+                f"pipeline stage {self.stage.index} of {name} needs 'hidden', an output of the previous stage"
+            )
         context = self._context
         length = hidden.shape[1] * self._sequence_ranks * (1 if context is None else context.ranks)
         places = torch.arange(length, device=hidden.device).unsqueeze(0)

@@ -42,9 +42,11 @@ class LayerSums:
         self._sums = dict(so_far)
         begun = set(sums_begun(self._wanted, done))
         if unknown := so_far.keys() - begun:
-            raise TypeError(f"unexpected input '{min(unknown)}'")
+            raise TypeError(f"the model has no input '{min(unknown)}'; pass only outputs of the previous stage")
         if missing := begun - so_far.keys():
-            raise ValueError(f"a head needs {min(missing)}; pass all outputs of the previous stage")
+            raise ValueError(
+                f"a head needs the input '{min(missing)}'; pass all outputs of the previous pipeline stage"
+            )
 
     def add(self, layer: int, hidden: Tensor) -> None:
         """Add the output of a layer, [B, S, H]."""

@@ -57,7 +57,7 @@ def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling, ends: Tensor 
     """
     samples, positions, features = hidden.shape
     if lengths is not None and lengths.shape != (samples,):  # other shapes would broadcast and give wrong means
-        raise ValueError(f"lengths must have the shape ({samples},), one per sample; it is {tuple(lengths.shape)}")
+        raise ValueError(f"lengths has the shape {tuple(lengths.shape)}; give ({samples},), one length for each sample")
     if ends is not None:
         return _pool_rows(hidden, ends, pooling)
     if pooling == "last":

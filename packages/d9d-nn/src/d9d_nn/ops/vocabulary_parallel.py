@@ -166,7 +166,7 @@ def merge_statistics(
     predicted = words != IGNORE
     unknown = predicted & (sums[2] == 0)
     if not targets.is_cuda and unknown.any():
-        raise IndexError(f"target {words[unknown][0]} is not in the vocabulary; use the tokenizer of the model")
+        raise IndexError(f"the target id {words[unknown][0]} is not in the vocabulary; use the tokenizer of the model")
     # On a GPU the host does not wait: the loss is NaN, and the step is refused.
     # Filled through a view, but not returned as one: FSDP2 warns about modules that return views.
     losses = most.new_empty(targets.shape)

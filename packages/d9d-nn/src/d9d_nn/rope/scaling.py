@@ -94,7 +94,7 @@ class YarnScaling(_Scaling):
         if (value is None) != (info.data.get("mscale") is None):
             raise ValueError("mscale and mscale_all_dim have an effect only together; give both or neither")
         if value is not None and info.data.get("attention_factor") is not None:
-            raise ValueError("attention_factor replaces mscale and mscale_all_dim; remove it or both of them")
+            raise ValueError("attention_factor excludes mscale and mscale_all_dim; remove it, or remove both of them")
         return value
 
 
@@ -170,7 +170,7 @@ def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int)
     where = "config.json: rope_parameters"
     part = parameters.get("partial_rotary_factor")
     if part not in (None, 1):
-        raise CheckpointError(f"{where}.partial_rotary_factor is {part!r}; only whole heads can rotate, with 1.0")
+        raise CheckpointError(f"{where}.partial_rotary_factor is {part!r}; d9d rotates whole heads only: set it to 1.0")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None

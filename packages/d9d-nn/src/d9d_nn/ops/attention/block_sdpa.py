@@ -79,8 +79,8 @@ class SdpaBlocks:
         """
         if window is not None or (documents is not None and not self._of_one):
             raise JobError(
-                "kernels.attention_block: sdpa has no mask, but the microbatch has documents or the layer has a "
-                "window; choose flex, or the reference"
+                "kernels.attention_block: sdpa has no mask, but samples hold several documents or the layer has a "
+                "sliding window; choose flex, or the reference"
             )
         return [(one.queries, one.keys, one.causal) for one in rectangles(queries, keys)]
 

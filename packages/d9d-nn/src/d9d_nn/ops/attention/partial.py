@@ -76,7 +76,9 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
             before += len(range(other.start, min(other.stop, run.start)))
             if other.start < run.stop and run.start < other.stop:
                 if not (other.start <= run.start and run.stop <= other.stop):
-                    raise ValueError(f"queries {run} overlap keys {other} only partly; split the runs")
+                    raise ValueError(
+                        f"the query positions {run} overlap the key positions {other} only partly; split the ranges"
+                    )
                 own = column + run.start - other.start
                 found.append(Rectangle(rows, slice(own, own + len(run)), causal=True))
             column += len(other)

@@ -85,7 +85,7 @@ class _Pinned(Sdpa):
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
         if documents is not None and not self._kernel.masks and not self._of_one:
             raise JobError(
-                f"kernels.attention: {self._kernel.name} has no mask, but the microbatch has documents; "
+                f"kernels.attention: {self._kernel.name} has no mask, but samples hold several documents; "
                 "choose sdpa, sdpa_efficient or flex, or data of one document per sample"
             )
         return super().prepare(documents, length, device)
