@@ -133,11 +133,11 @@ def test_a_run_is_compared_with_itself_and_with_another_step(d9d: Command, small
         (["MODEL"], "no data is given; add --data FILE.jsonl, or --like JOB"),
         (["MODEL", "--data", "EMPTY"], "is empty; give a file with records"),
         (["MODEL", "--data", "OTHER"], ":1 has query; give records with text, messages, or prompt and completion"),
-        (["MODEL", "--data", "TEXTS", "--checkpoint", "best"], "is a pretrained model, which has no checkpoints"),
+        (["MODEL", "--data", "TEXTS", "--checkpoint", "best"], "is a pretrained model without checkpoints"),
         (["JOB"], "the run has no checkpoint in"),
         (
             ["JOB", "--checkpoint", "last"],
-            "--checkpoint: 'last' is no checkpoint; use newest, best, or the number of a step",
+            "--checkpoint: 'last' names no checkpoint; use newest, best, or the number of a step",
         ),
     ],
 )

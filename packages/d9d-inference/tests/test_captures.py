@@ -90,7 +90,9 @@ def test_a_module_that_does_not_run_once_cannot_be_read(names: list[str], times:
 
     model = Skips()
     captures = Captures(names, {0: model}, pipeline(), topology())
-    with pytest.raises(BuildError, match=f"module '{names[0]}' does not run once"):
+    with pytest.raises(
+        BuildError, match=f"module '{names[0]}' cannot be read, as the module does not run exactly once"
+    ):
         captures.run(cast("Any", Runs(model, times)), cast("Any", [{"x": torch.ones(1)}]), lambda *_: None)
 
 
@@ -195,5 +197,5 @@ def test_ranks_tell_shapes_of_their_captures_and_hold_them_for_one_pack(monkeypa
     assert [one["module/near"][0, 0].item() for one in found] == [1.0, 2.0, 2.0, 3.0]
     twice = Stage()
     twice.times = 2
-    with pytest.raises(BuildError, match="module 'near' does not run once for each microbatch"):
+    with pytest.raises(BuildError, match="module 'near' cannot be read, as the module does not run exactly once"):
         captures.run(cast("Any", twice), cast("Any", [torch.ones(1)]), lambda *_: None)

@@ -133,7 +133,7 @@ def test_a_length_that_padding_does_not_divide_is_not_padded(
 @pytest.mark.parametrize(
     ("name", "record", "said"),
     [
-        ("a.jsonl", "{", "a.jsonl:1: the first record is no JSON"),
+        ("a.jsonl", "{", "a.jsonl:1: the first record is not JSON"),
         ("a.jsonl", {"input": 1, "output": 2}, "a.jsonl:1 has input, output; give records"),
         ("a.jsonl", {"prompt": 1}, "a.jsonl:1 has prompt; give records"),
         ("a.jsonl", dict.fromkeys("abcdefghijklmnopqrstu", 1), "q, r, s, t; give records"),
@@ -200,7 +200,7 @@ def test_an_export_is_used_before_an_adapter(tmp_path: Path) -> None:
 def test_an_adapter_whose_base_is_not_here_asks_for_it(tmp_path: Path, base: object) -> None:
     adapter = adapter_in(tmp_path / "adapter", base)
     with (
-        pytest.raises(CheckpointError, match="which does not exist here; name it with --base MODEL"),
+        pytest.raises(CheckpointError, match="which this machine lacks; name its directory with --base"),
         found_model(str(adapter), NO_REGISTRY, print),
     ):
         pass
@@ -312,7 +312,7 @@ def test_a_place_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_pretrained_model_has_no_checkpoints_and_needs_data(tmp_path: Path) -> None:
     model = str(model_in(tmp_path / "model"))
-    with pytest.raises(JobError, match="is a pretrained model, which has no checkpoints"):
+    with pytest.raises(JobError, match="is a pretrained model without checkpoints"):
         find_subject(model, Request(checkpoint="3"), NO_REGISTRY)
     with pytest.raises(JobError, match="no data is given"):
         find_subject(model, Request(), NO_REGISTRY)
@@ -423,7 +423,7 @@ def test_weights_come_from_a_checkpoint_or_else_from_the_pretrained_model(
         return
     found = subject._of_job("it", job, Request(checkpoint=checkpoint))
     assert (found.run, found.checkpoint) == (run, checkpoint or "newest")
-    with pytest.raises(JobError, match="remove --like"):
+    with pytest.raises(JobError, match="--like has no effect"):
         subject._of_job("it", job, Request(like=tmp_path))
 
 

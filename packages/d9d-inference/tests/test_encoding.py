@@ -89,8 +89,13 @@ def test_tools_of_the_prompt_replace_those_of_the_command() -> None:
         (said("user"), {"template": None}, DataError, "f:2: tok has no chat template, so it cannot answer messages"),
         (text("hi"), {"template": {"rag": "x", "tool_use": "y"}}, DataError, "tok has no .* 'default' .it has rag, to"),
         (text("hi"), {"template": "{{ raise_exception('no') }}"}, DataError, "f:1: the chat template of tok .*: no"),
-        (text("hi"), {"template": "{% if %}"}, CheckpointError, "tok: its chat template is malformed: "),
-        (text("hi"), {"template": "{{ '' }}"}, DataError, "f:1: the prompt has no token"),
+        (text("hi"), {"template": "{% if %}"}, CheckpointError, "tok is malformed: "),
+        (
+            text("hi"),
+            {"template": "{{ '' }}"},
+            DataError,
+            "f:1: the tokenizer makes no token of the prompt; give another prompt",
+        ),
         (text("broken"), {"raw": True}, CheckpointError, "tok cannot be loaded by transformers: RuntimeError: no such"),
     ],
 )
@@ -223,7 +228,7 @@ def test_the_tokenizer_of_the_data_comes_before_that_of_the_weights(
     assert seen == [("checked", {"of": "weights"}), ("tokenizers", "samples"), {"of": "weights"}]
     assert found('{"of": "data"}') == "tokenizer"
     assert seen[0] == ("checked", {"of": "data"})
-    with pytest.raises(DataError, match=r"^samples: .*tokenizer.json is no valid tokenizer: "):
+    with pytest.raises(DataError, match=r"^samples: .*tokenizer.json is not a valid tokenizer: "):
         found("{")
 
 

@@ -95,7 +95,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         first.difference(losses([1.0] * 4), "a")
     with pytest.raises(DataError, match="^a: the two models have different samples"):
         first.difference(losses([1.0] * 5, rows=[0, 1, 2, 3, 9]), "a")
-    with pytest.raises(DataError, match="^a: the loss of a sample is not finite"):
+    with pytest.raises(DataError, match="^a: one of the models has a loss that is not finite"):
         first.difference(losses([math.nan] * 5), "a")
     with pytest.raises(DataError, match="cannot be compared on 3 samples; use at least 5"):
         losses([1.0] * 3).difference(losses([2.0] * 3), "a")

@@ -69,7 +69,7 @@ def test_at_most_ten_malformed_lines_are_listed(tmp_path: Path, count: int, more
 
 def test_tools_are_a_list_of_objects(tmp_path: Path) -> None:
     path = tmp_path / "tools.json"
-    for text, said in (("{", "is no JSON"), ("{}", "not an empty one"), ("[[]]", "not a list")):
+    for text, said in (("{", "is not JSON"), ("{}", "not an empty one"), ("[[]]", "not a list")):
         path.write_text(text)
         with pytest.raises(DataError, match=said):
             read_tools(path)

@@ -330,7 +330,7 @@ def test_data_that_is_cut_or_cannot_be_read_once_is_refused(facts: dict[str, Any
 def test_a_task_has_the_number_of_the_row_first() -> None:
     check_columns(cast("Any", SimpleNamespace(columns={"row": 1, "x": 2})))
     for columns in ({"x": 2, "row": 1}, {}):
-        with pytest.raises(JobError, match="^task: the first column of SimpleNamespace must be 'row', the number of"):
+        with pytest.raises(JobError, match="^task: columns of SimpleNamespace must begin with 'row', the row number"):
             check_columns(cast("Any", SimpleNamespace(columns=columns)))
 
 

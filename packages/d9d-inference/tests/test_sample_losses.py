@@ -92,7 +92,7 @@ def test_the_difference_is_of_these_losses_minus_the_others() -> None:
         (losses([0, 1, 2, 3, 4, 9]), "set: the two models have different samples"),
         (losses(other=1.0), "set: the two models have different samples"),
         (losses(weight=2.0), "set: the two models count different tokens"),
-        (losses(off=float("nan")), "set: the loss of a sample is not finite"),
+        (losses(off=float("nan")), "set: one of the models has a loss that is not finite"),
     ],
 )
 def test_losses_that_cannot_be_compared_are_refused(other: SampleLosses, said: str) -> None:

@@ -91,7 +91,9 @@ def test_a_checkpoint_is_a_step_of_its_run(loads: Loads, tmp_path: Path) -> None
     one = found(step)
     assert (one.name, one.run, one.checkpoint) == (str(step), True, "40")
     assert loads.loaded == [("saved", run / "job.yaml", "40")]
-    with pytest.raises(JobError, match=r"--checkpoint: .*step-00000040 is a checkpoint itself; remove it"):
+    with pytest.raises(
+        JobError, match=r"--checkpoint has no effect, as .*step-00000040 is a checkpoint itself; remove the option"
+    ):
         found(step, checkpoint="best")
     alone = tmp_path / "step-00000007"
     alone.mkdir()

@@ -71,7 +71,9 @@ class Captures:
     def _keeper(self, name: str) -> Any:
         def keep(module: nn.Module, _inputs: object, output: object) -> None:
             if not isinstance(output, Tensor):
-                raise BuildError(f"module '{name}' ({type(module).__name__}) returns no tensor, so it cannot be read")
+                raise BuildError(
+                    f"module '{name}' ({type(module).__name__}) returns no tensor; name a module that does in the task"
+                )
             self._seen.setdefault(name, []).append(output)
 
         return keep
@@ -126,7 +128,10 @@ def groups_of(pack: Pack, size: int) -> Iterator[Pack]:
 
 
 def _not_once_error(name: str) -> BuildError:
-    return BuildError(f"module '{name}' does not run once for each microbatch, so it cannot be read")
+    return BuildError(
+        f"the output of module '{name}' cannot be read, as the module does not run exactly once for each microbatch; "
+        "name another module in the task"
+    )
 
 
 def _key(name: str) -> str:

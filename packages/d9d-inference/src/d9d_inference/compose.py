@@ -184,7 +184,9 @@ def check_columns(task: InferenceTask) -> None:
         JobError: the first column is not ``row``.
     """
     if next(iter(task.columns), None) != ROW:
-        raise JobError(f"task: the first column of {type(task).__name__} must be '{ROW}', the number of the row")
+        raise JobError(
+            f"task: columns of {type(task).__name__} must begin with '{ROW}', the row number; declare it first"
+        )
 
 
 def check_data(stream: DataStream, job: InferenceConfig) -> int:

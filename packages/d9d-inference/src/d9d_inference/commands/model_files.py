@@ -66,7 +66,10 @@ def found_model(
         if (directory / ADAPTER_FILES.config).is_file():
             with found_model(base or _base_of(directory), registry, note) as found:
                 if found.adapter is not None:
-                    raise CheckpointError(f"{directory} is based on {found.adapter}, an adapter too; name a full model")
+                    raise CheckpointError(
+                        f"the base model of {directory} is {found.adapter}, which is an adapter too; name a full "
+                        "model with --base"
+                    )
                 yield FoundModel(found.directory, directory, f"{_traces(directory)} on {found.origin}")
             return
     if not given.exists():
@@ -127,10 +130,12 @@ def _base_of(adapter: Path) -> str:
     try:
         name = read_object(str(file), read_regular(file, links="near")).get("base_model_name_or_path")
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror or error}; name the base model with --base MODEL"
+        ) from error
     if not isinstance(name, str) or not Path(name).expanduser().exists():
         raise CheckpointError(
-            f"{adapter} is an adapter of {name!r}, which does not exist here; name it with --base MODEL"
+            f"{adapter} is an adapter of the model {name!r}, which this machine lacks; name its directory with --base"
         )
     return name
 

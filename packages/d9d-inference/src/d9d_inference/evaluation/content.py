@@ -45,14 +45,15 @@ def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
         try:
             record = parse_json(line)
         except ValueError as error:
-            raise JobError(f"--data: {path}:1: the first record is no JSON: {error}") from error
+            raise JobError(f"--data: {path}:1: the first record is not JSON: {error}; correct it") from error
         present = record.keys() if isinstance(record, dict) else ()
         if "messages" in present or {"prompt", "completion"} <= set(present):
             name, fields = "chat", {}
         elif "text" not in present:
             has = ", ".join(map(str, list(present)[:20])) or "no fields"
             raise JobError(
-                f"--data: {path}:1 has {has}; give records with text, messages, or prompt and completion, or describe "
+                f"--data: the record {path}:1 has {has}; give records with text, messages, or prompt and completion, "
+                "or describe "
                 "the data in a job's evaluation section (--like JOB)"
             )
     chat_only = {"template_arguments", "loss", "tool_arguments"}

@@ -61,7 +61,9 @@ class SampleLosses:
                 "compared; they need the same tokenizer and chat template"
             )
         if not (np.isfinite(self.sums).all() and np.isfinite(other.sums).all()):
-            raise DataError(f"{where}: the loss of a sample is not finite, so the losses cannot be compared")
+            raise DataError(
+                f"{where}: one of the models has a loss that is not finite, so the losses cannot be compared; check it"
+            )
         coefficients = np.asarray([*self.coefficients.values()], dtype=np.float64)
         return compare(self.sums, other.sums, self.weights, coefficients, confidence)
 

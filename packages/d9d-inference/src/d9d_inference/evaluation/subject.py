@@ -96,7 +96,7 @@ def find_subject(target: str | Job, request: Request, registry: Registry) -> Sub
     """
     chosen = request.checkpoint
     if chosen is not None and chosen not in ("newest", "best") and not chosen.isdecimal():
-        raise JobError(f"--checkpoint: '{chosen[:40]}' is no checkpoint; use newest, best, or the number of a step")
+        raise JobError(f"--checkpoint: '{chosen[:40]}' names no checkpoint; use newest, best, or the number of a step")
     if isinstance(target, Job):
         return _of_job(target.run.name, target, request)
     place = Place.of(target)
@@ -107,7 +107,7 @@ def find_subject(target: str | Job, request: Request, registry: Registry) -> Sub
         return _of_job(target, request.load(path), request)
     if place.kind == "checkpoint":
         if chosen is not None:
-            raise JobError(f"--checkpoint: {target} is a checkpoint itself; remove it")
+            raise JobError(f"--checkpoint has no effect, as {target} is a checkpoint itself; remove the option")
         step = path.name.rpartition("-")[2]
         if place.run is None or not step.isdecimal():
             raise JobError(f"{target} is not in a run, so its data is unknown; give the run: d9d evaluate RUN")
@@ -117,7 +117,9 @@ def find_subject(target: str | Job, request: Request, registry: Registry) -> Sub
         return _of_run(target, path, request, request.load_saved)
     if place.kind in ("address", "file", "model"):
         if chosen is not None:
-            raise JobError(f"--checkpoint: {target} is a pretrained model, which has no checkpoints; remove it")
+            raise JobError(
+                f"--checkpoint has no effect, as {target} is a pretrained model without checkpoints; remove the option"
+            )
         return _of_model(target, request, registry)
     what = "it does not exist" if not path.exists() else "it has neither job.yaml nor config.json"
     raise JobError(f"{target}: {what}; give a job file, the directory of a run, or a model in Hugging Face layout")
@@ -169,7 +171,7 @@ def _processes(count: int) -> str:
 
 def _of_job(target: str, job: Job, request: Request) -> Subject:
     if isinstance(request.like, Path):
-        raise JobError(f"--like: {target} is a job, or has one; remove --like")
+        raise JobError(f"--like has no effect, as {target} is a job, or a run with its own job; remove the option")
     location = job.checkpoint.location(job.run.directory)
     trained = isinstance(location, str) or any(Path(location).glob("step-*"))
     pretrained = isinstance(job.model, ModelConfig) and job.model.pretrained is not None and job.loading.weights

@@ -195,7 +195,7 @@ class Decoder:
             )
         if (tokens < 0).any():
             raise BuildError(
-                "the model returns no logits, so it cannot continue a text; it needs a single head of kind causal_lm, "
+                "the model returns no logits, so it cannot continue a text; give it a single head of kind causal_lm, "
                 "or a task that names the head"
             )
         return tokens

@@ -226,7 +226,9 @@ class LanguageModel:
         try:
             return TemplateProcess(texts)
         except TemplateError as error:
-            raise CheckpointError(f"{self._name()}: its chat template is malformed: {error}; correct it") from error
+            raise CheckpointError(
+                f"the chat template of {self._name()} is malformed: {error}; correct the template"
+            ) from error
 
     def check_length(self, ids: Sequence[int], new: int, where: str) -> None:
         """Check that a prompt leaves enough positions for its completion.
@@ -330,7 +332,7 @@ class LanguageModel:
 
     def _checked(self, ids: Any, where: str) -> list[int]:
         if not ids:
-            raise DataError(f"{where}: the prompt has no token")
+            raise DataError(f"{where}: the tokenizer makes no token of the prompt; give another prompt")
         return list(ids)
 
     def _name(self) -> str:
@@ -390,7 +392,7 @@ def _check_writes(directory: Path, config: Any) -> None:
     names: list[str] = getattr(config, "architectures", None) or []
     if names and not any(part in name for name in names for part in _WRITERS):
         raise CheckpointError(
-            f"{directory} is a {', '.join(names)}, which generates no text; use a causal language model"
+            f"{directory} is a model of type {', '.join(names)}, which generates no text; use a causal language model"
         )
 
 

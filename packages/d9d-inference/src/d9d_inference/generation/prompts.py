@@ -63,7 +63,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         more = [f"and {len(problems) - _MOST} more lines"] if len(problems) > _MOST else []
         raise DataError("\n".join([*problems[:_MOST], *more]))
     if not prompts:
-        raise DataError(f'{path} has no prompt; write lines such as {{"prompt": "Once upon a time"}}')
+        raise DataError(f'the file {path} has no prompt; write lines such as {{"prompt": "Once upon a time"}}')
     return prompts
 
 
@@ -78,7 +78,7 @@ def read_tools(path: Path) -> list[Any]:
     except OSError as error:
         raise DataError(f"--tools: {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise DataError(f"--tools: {path} is no JSON: {error}") from error
+        raise DataError(f"--tools: {path} is not JSON: {error}; write a JSON list of schemas") from error
     if problem := _problem_of_tools(tools):
         raise DataError(f"--tools: {path}: {problem}")
     return list(tools)

@@ -40,7 +40,9 @@ def tokenizer_of(job: BaseJob, stream: DataStream, user: str) -> Any | None:
                     check_tokenizer(parse_json(content))
                     return load_library("tokenizers", user).Tokenizer.from_str(content.decode())
                 except ValueError as error:
-                    raise DataError(f"{user}: {directory / _FILE} is no valid tokenizer: {error}") from error
+                    raise DataError(
+                        f"{user}: {directory / _FILE} is not a valid tokenizer: {error}; use the model's own file"
+                    ) from error
     return None
 
 
@@ -66,7 +68,7 @@ def _stated(directory: Path) -> Iterator[Any]:
             try:
                 values = parse_json(read_regular(directory / name, links="near"))
             except (OSError, ValueError) as error:
-                raise DataError(f"{directory / name} cannot be read: {error}") from error
+                raise DataError(f"{directory / name} cannot be read: {error}; use the model's own file") from error
             yield values.get("eos_token_id") if isinstance(values, dict) else None
 
 
