@@ -115,7 +115,7 @@ def test_numbers_are_compared_with_the_ones_of_transformers() -> None:
     assert cell(rope_theta=50.0).standing == "differs"
     more = cell(num_layers=config.num_layers + 1)
     assert more.standing == "differs"
-    assert "it lacks or does not know model.layers." in more.detail
+    assert "export and transformers model have different tensors: model.layers." in more.detail
     none: Any = SimpleNamespace(hugging_face=None)
     with torch.device("meta"):
         assert parity(Tokens(own), none, None).standing == "not applicable"

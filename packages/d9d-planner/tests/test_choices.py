@@ -79,7 +79,10 @@ def test_a_device_is_known_by_name_or_read_from_a_file(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "\nnode: 0\nlink_latency: 2\n")
     with pytest.raises(JobError, match=r"mine.yaml: link_latency: .*; node: |mine.yaml: node: .*; link_latency: "):
         Device.named(str(path))
-    for text, said in (("[1]", "has no fields of a device"), ("a: [", "is neither a known device")):
+    for text, said in (
+        ("[1]", "is not a mapping of a device's fields, which docs/planning.md lists"),
+        ("a: [", "is neither a known device"),
+    ):
         path.write_text(text)
         with pytest.raises(JobError, match=said):
             Device.named(str(path))

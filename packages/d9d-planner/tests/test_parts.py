@@ -59,7 +59,12 @@ def test_a_file_describes_a_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "neither a known device"), ("- 1", "has no fields"), ("node: 8", "memory_gib"), ("a: [", "readable")],
+    [
+        (None, "neither a known device"),
+        ("- 1", "is not a mapping of a device's fields"),
+        ("node: 8", "memory_gib"),
+        ("a: [", "readable"),
+    ],
 )
 def test_a_wrong_device_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "mine.yaml"

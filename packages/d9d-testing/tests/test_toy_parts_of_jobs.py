@@ -45,7 +45,7 @@ def test_toy_samples_depend_on_seed_and_place_alone(tmp_path: Path) -> None:
     again = ToyStream(ToyDataConfig(features=2, nan_at=1), context(tmp_path))
     again.load_state({"packs": 1, "features": 2})
     assert torch.equal(again.next_pack()[0]["x"], packs[1][0]["x"])
-    with pytest.raises(DataError, match="the checkpoint was taken with other data"):
+    with pytest.raises(DataError, match="the checkpoint was saved with other data; use another run.name"):
         again.load_state({"packs": 1, "features": 3})
     again.save_assets(tmp_path)
     assert (tmp_path / "features.txt").read_text() == "2"
@@ -94,7 +94,7 @@ def test_the_toy_task_sums_squares_over_samples() -> None:
     assert observed["absolute"].tolist() == [[1.0, 1.0], [0.0, 2.0]]
     task.check(SimpleNamespace(features=4), {"features": 4})
     task.check(SimpleNamespace(features=4), {})
-    with pytest.raises(DataError, match=r"^data has 3 features, model.features is 4$"):
+    with pytest.raises(DataError, match=r"^the data has 3 features, but model.features is 4; "):
         task.check(SimpleNamespace(features=4), {"features": 3})
 
 

@@ -75,7 +75,7 @@ class Device(Section):
                 f"--gpu: {name!r} is neither a known device ({known}) nor a readable file: {error}"
             ) from error
         if not isinstance(values, dict):
-            raise JobError(f"--gpu: {path} has no fields of a device; see docs/planning.md")
+            raise JobError(f"--gpu: {path} is not a mapping of a device's fields, which docs/planning.md lists")
         try:
             return cls.model_validate(values)
         except ValidationError as error:

@@ -54,7 +54,9 @@ class Workload:
         model = choose(registry, "model", "model", job.model)
         spec = model.spec
         if not isinstance(spec, ModelSpec) or spec.cost is None:
-            raise JobError(f"model: {model.entry} has no cost description (ModelSpec.cost), which a prediction needs")
+            raise JobError(
+                f"model: {model.entry} has no cost description for a prediction; its plugin must give ModelSpec.cost"
+            )
         self._adapters: AdapterCosts | None = None if job.peft is None else adapter_costs(job.peft, registry)
         self._cost: Any = spec.cost.load()
         self._stages: dict[Any, list[StageCost]] = {}
@@ -82,7 +84,10 @@ class Workload:
             return length
         longest = getattr(self.job.model, "max_positions", None)
         if not isinstance(longest, int):
-            raise JobError("data: neither the data nor the model says how long samples are")
+            raise JobError(
+                "the length of samples is unknown; set data.sequence_length, or model.max_positions, if they have "
+                "the field"
+            )
         self.notes.append(f"the data does not say how long samples are; counted with max_positions, {longest:,}")
         return longest
 
@@ -258,7 +263,7 @@ class Workload:
         assert layout.pipeline is not None
         entry = self.registry.find("schedule", layout.pipeline.selector)
         if not isinstance(entry.spec, ScheduleSpec) or entry.spec.simulate is None:
-            raise JobError(f"pipeline: schedule {entry} cannot be simulated (ScheduleSpec.simulate)")
+            raise JobError(f"pipeline: schedule {entry} has no simulator; its plugin must give ScheduleSpec.simulate")
         found: Simulate = entry.spec.simulate.load()
         return found
 

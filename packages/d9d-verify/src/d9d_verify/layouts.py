@@ -109,7 +109,7 @@ def parse_layout(text: str, job: Job) -> Layout:
         chosen = settings.get(name, {"name": name}) | fields
         (schedules if name in known else parallel).append(chosen)
     if len(schedules) > 1 or (schedules and mesh.get("pp", 1) == 1):
-        raise JobError(f"--layout {text}: a layout has one schedule, and only with pp=2 or more")
+        raise JobError(f"--layout {text}: name at most one schedule, and only with pp=2 or more")
     return Layout(text, mesh, parallel, pipeline=schedules[0] if schedules else None)
 
 

@@ -116,7 +116,7 @@ class OptimizerSuite(ComponentSuite):
         assert changed, "with one gradient missing, nothing is updated at all"
 
     def test_a_step_never_waits_for_the_device(self) -> None:
-        """The gate is evaluated on the device; reading it on the host would synchronize in every step."""
+        """``step(gate)`` reads the gate, a bool tensor, on the device only, so the host does not wait for it."""
         parameters, optimizer = self.made(self.dtypes[0])
         set_gradients(parameters, 0)
         gate = self.gate()

@@ -54,7 +54,7 @@ class ToyStream:
     def load_state(self, state: State) -> None:
         """Continue after the number of packs in a saved state."""
         if state["features"] != self._config.features:
-            raise DataError("the checkpoint was taken with other data")
+            raise DataError("the checkpoint was saved with other data; use another run.name")
         packs = state["packs"]
         assert isinstance(packs, int)
         self._packs = packs

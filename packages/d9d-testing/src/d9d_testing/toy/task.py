@@ -29,7 +29,9 @@ class ToyTask:
         """Check that data and model have the same number of features."""
         features = facts.get("features", model.features)
         if model.features != features:
-            raise DataError(f"data has {features} features, model.features is {model.features}")
+            raise DataError(
+                f"the data has {features} features, but model.features is {model.features}; set both to one number"
+            )
 
     def count(self, microbatch: Microbatch) -> int:
         """Number of samples."""

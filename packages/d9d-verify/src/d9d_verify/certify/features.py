@@ -120,7 +120,7 @@ def _of_transformers(form: Any, config: Any, state: dict[str, Tensor]) -> Any:
             directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
         )
     if wrong := [*told["missing_keys"], *told["unexpected_keys"]]:
-        raise ValueError(f"it lacks or does not know {', '.join(map(str, wrong[:3]))}")
+        raise ValueError(f"export and transformers model have different tensors: {', '.join(map(str, wrong[:3]))}")
     return model
 
 

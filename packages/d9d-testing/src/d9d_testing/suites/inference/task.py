@@ -41,7 +41,9 @@ class InferenceTaskSuite(ComponentSuite):
 
     def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
         """Outputs of a model, and their microbatch, with ``rows`` int64 [B]."""
-        raise AssertionError(f"{type(self).__name__}: give outputs and a microbatch: override case()")
+        raise AssertionError(
+            f"{type(self).__name__} must override case(); return outputs of a model and their microbatch"
+        )
 
     def test_columns_begin_with_the_row(self) -> None:
         """The first column is ``row``, and every column has a description."""

@@ -43,7 +43,7 @@ class WriterSuite(ComponentSuite):
 
     def read(self, path: Path) -> list[dict[str, Any]]:
         """Rows of a file, in order."""
-        raise AssertionError(f"{type(self).__name__}: implement how to read {path} back: override read()")
+        raise AssertionError(f"{type(self).__name__} must override read(); return the columns of {path}")
 
     def test_the_suffix_begins_with_a_dot(self) -> None:
         """The suffix is appended to the name of the output."""
