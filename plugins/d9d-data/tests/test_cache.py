@@ -91,7 +91,7 @@ def test_a_check_reads_no_more_of_a_larger_file(tmp_path: Path, monkeypatch: pyt
 def test_a_manifest_of_another_form_is_damage(tmp_path: Path, manifest: str) -> None:
     target = ensure(tmp_path)
     (target / MANIFEST).write_text(manifest)
-    assert find_damage(target) == f"ValueError: {MANIFEST} is not a table of sizes and checksums"
+    assert find_damage(target) == f"ValueError: {MANIFEST} of the prepared data is not a table of sizes and checksums"
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "manifest", "empty"])

@@ -189,7 +189,7 @@ def test_conversations_that_fit_are_kept(policy: Any) -> None:
 
 
 def test_a_long_conversation_can_be_an_error() -> None:
-    with pytest.raises(DataError, match="a.jsonl:3 has 6 tokens, more than a sequence's 4"):
+    with pytest.raises(DataError, match="a.jsonl:3 has 6 tokens, but a sequence at most 4"):
         truncate(IDS, WEIGHTS, Limit(4, "error"), "a.jsonl:3")
 
 

@@ -28,17 +28,20 @@ DOUBLING = "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s =
         ("{{ 'a' * 10**10 }}", "more than"),
         ("{{ [0] * 10**10 }}", "more than"),
         ("{{ 10**10 * 'a' }}", "more than"),
-        ("{{ 9 ** (9 ** 9) }}", "a number is too large"),
-        ("{% set ns = namespace(n=3) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}", "too large"),
+        ("{{ 9 ** (9 ** 9) }}", "the template computes a number of more than"),
+        (
+            "{% set ns = namespace(n=3) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+            "more than 4,096 bits",
+        ),
         (DOUBLING.replace("{}", "ns.s + ns.s"), "more than"),
         (DOUBLING.replace("{}", "ns.s ~ ns.s"), "more than"),
         (DOUBLING.replace("{}", "ns.s.replace('a', 'aa')"), "more than"),
         (DOUBLING.replace("{}", "ns.s | replace('a', 'aa')"), "more than"),
         (DOUBLING.replace("{}", "[ns.s, ns.s] | join"), "more than"),
         (DOUBLING.replace("{}", "'{0}{0}'.format(ns.s)"), "more than"),
-        ("{{ 'a'.center(10**10) }}", "a call has a number above"),
-        ("{{ 'a' | center(10**10) }}", "a call has a number above"),
-        ("{{ 'a' | indent(10**10) }}", "a call has a number above"),
+        ("{{ 'a'.center(10**10) }}", "the template calls a function with a number above"),
+        ("{{ 'a' | center(10**10) }}", "the template calls a function with a number above"),
+        ("{{ 'a' | indent(10**10) }}", "the template calls a function with a number above"),
         ("{{ messages | tojson(indent=10**6) }}", "indent is above 64"),
         ("{{ '\t'.expandtabs(16777216) * 2 }}", "more than"),
         ("{{ '%9999999999d' % 1 }}", "a width"),
@@ -77,7 +80,7 @@ def test_a_hostile_template_is_refused_soon(text: str, says: str) -> None:
 
 
 def test_a_slow_template_is_stopped() -> None:
-    with pytest.raises(DataError, match="it takes more than 0.2 seconds"):
+    with pytest.raises(DataError, match="the template takes more than 0.2 seconds"):
         ChatTemplate(LOOPS, limits=TemplateLimits(seconds=0.2)).render(MESSAGES)
 
 
@@ -94,7 +97,7 @@ def test_a_huge_template_is_not_read(tmp_path: Path) -> None:
         ChatTemplate("a" * (MAX_TEMPLATE + 1))
     with (tmp_path / "chat_template.jinja").open("wb") as opened:
         opened.truncate(1 << 40)
-    with pytest.raises(DataError, match=r"chat_template.jinja.*too many for this kind of file"):
+    with pytest.raises(DataError, match=r"chat_template.jinja.*the limit for such files"):
         ChatTemplate.load(tmp_path)
 
 

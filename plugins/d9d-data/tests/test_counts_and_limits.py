@@ -89,7 +89,7 @@ def test_a_text_as_long_as_the_limit_is_whole(policy: Any, of_four: tuple[int, i
     assert limit.kept(6, "w") == (None if of_six is None else slice(*of_six))
     assert limit.kept(0, "w") == slice(0, 0)
     assert Limit(4, "error").kept(4, "w") == slice(0, 4)
-    with pytest.raises(TooLongError, match="w has 5 tokens, more than a sequence's 4;"):
+    with pytest.raises(TooLongError, match="w has 5 tokens, but a sequence at most 4;"):
         Limit(4, "error").kept(5, "w")
     assert Limit(4).too_long == "cut_end"
 

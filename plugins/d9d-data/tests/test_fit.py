@@ -114,7 +114,7 @@ def test_what_is_cut_or_left_out_is_counted_and_said_at_each_start(
     case = CASES[name]
     fields = {"sequence_length": 16 if "labelled" in name or name in ("documents", "pairs") else SHORT}
     if policy == "error":
-        with pytest.raises(DataError, match=r"tokens, more than a sequence's \d+"):
+        with pytest.raises(DataError, match=r"tokens, but a sequence at most \d+"):
             case.open(tmp_path, model, [], one_pass, too_long=policy, malformed="skip", **fields)
         return
     for _ in range(2):  # the second start finds it prepared

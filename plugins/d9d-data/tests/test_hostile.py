@@ -117,7 +117,7 @@ def test_a_huge_tokenizer_is_not_read(tmp_path: Path) -> None:
     file = tokenizer(tmp_path / "tokenizer.json")
     with file.open("r+b") as opened:
         opened.truncate(1 << 40)
-    with pytest.raises(DataError, match="too many for this kind of file"):
+    with pytest.raises(DataError, match="the limit for such files"):
         load_tokenizer(file, None)
 
 
@@ -182,7 +182,7 @@ def test_a_cached_directory_with_a_manifest_that_is_none_is_damaged(tmp_path: Pa
 def test_a_manifest_without_checksums_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "a").write_text("x")
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match="manifest.json is not a table of sizes and checksums"):
+    with pytest.raises(ValueError, match="manifest.json of the prepared data is not a table of sizes"):
         cache.file_digests(tmp_path)
 
 

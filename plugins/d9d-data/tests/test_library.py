@@ -74,7 +74,7 @@ def test_the_order_of_packs_depends_on_the_seed() -> None:
     orders = {tuple(BufferSortedDataset(Sized(list(range(64))), 64, 4, seed)) for seed in (0, 1, None)}
     assert len(orders) == 3
     assert tuple(range(64)) in orders  # without a seed
-    with pytest.raises(ValueError, match="a buffer of 6 items cannot be cut into packs of 4"):
+    with pytest.raises(ValueError, match="buffer_size 6 is not a multiple of pack_size 4"):
         BufferSortedDataset(Sized([1]), 6, 4)
 
 

@@ -69,9 +69,9 @@ def test_malformed_documents_are_named_or_left_out(
     ("name", "content", "message"),
     [
         ("a.json", b"[1", r"a\.json is not JSON"),
-        ("a.json", b"7", r"a\.json contains a int, not a list of records"),
+        ("a.json", b"7", r"a\.json contains a int, not a list of records; write a list of objects"),
         ("a.json", b'{"a": [], "b": []}', r"a\.json is one object with the fields a, b"),
-        ("a.json", b"[" * 10**5, r"a\.json is not JSON \(it is nested more than 200 levels deep"),
+        ("a.json", b"[" * 10**5, r"a\.json is not JSON \(the JSON is nested more than 200 levels deep"),
         ("a.csv", b"text,id,text\n1,2,3\n", r"a\.csv:1 names a column twice \(text, id, text\)"),
         ("a.csv", b"text,\xe9\n1,2\n", r"a\.csv:1 is not UTF-8 text"),
         (

@@ -35,12 +35,12 @@ def test_fields_of_every_type_are_read_or_skipped() -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "it is cut off"),
-        (FIELDS[:-1], "it is cut off"),
-        (b"\x1d\x00", "it has a field of the unknown type 13"),
-        (b"\x15" + b"\x80" * 10 + b"\x01\x00", "a number has more than 64 bits"),
-        (b"\x1c" * 9 + b"\x00" * 10, "it is nested too deeply"),
-        (b"\x18\xff\xff\xff\x7f", f"it has more than {table_sizes._MAX_PAGE_HEADER:,} bytes"),
+        (b"", "the header is cut off"),
+        (FIELDS[:-1], "the header is cut off"),
+        (b"\x1d\x00", "the header has a field of the unknown type 13"),
+        (b"\x15" + b"\x80" * 10 + b"\x01\x00", "the header has a number of more than 64 bits"),
+        (b"\x1c" * 9 + b"\x00" * 10, "the header is nested too deeply"),
+        (b"\x18\xff\xff\xff\x7f", f"the header has more than {table_sizes._MAX_PAGE_HEADER:,} bytes"),
     ],
 )
 def test_malformed_headers_are_refused(content: bytes, why: str) -> None:
@@ -61,7 +61,7 @@ def test_the_limits_of_headers_themselves_are_allowed() -> None:
         if fits:
             assert reader.struct() == {1: length}
         else:
-            with pytest.raises(ValueError, match="it has more than"):
+            with pytest.raises(ValueError, match="the header has more than"):
                 reader.struct()
 
 

@@ -182,7 +182,7 @@ def test_long_texts_are_cut_or_their_pair_is_left_out(model: Path, stream: Open)
     assert (reader.facts["samples"], reader.facts["dropped"]) == (1, 1)
     assert any("left out 1 of 2 pairs that are too long" in note for note in notes)
     assert rows(model, reader)[1] == (ASKED.format("a"), "y<|im_end|>\n")
-    with pytest.raises(DataError, match=r"pairs.jsonl:1 chosen has 112 tokens, more than a sequence's 65"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:1 chosen has 112 tokens, but a sequence at most 65"):
         stream(long, too_long="error")
 
 

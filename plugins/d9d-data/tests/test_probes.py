@@ -89,7 +89,7 @@ def test_a_reply_holds_its_content_or_its_marker_and_the_names_of_its_calls() ->
     found = probe(contents_last, USER, REPLY)
     assert found.text == "<user><assistant>ask|say  so"
     found.check_reply(1, 17, 28)
-    with refused(1, "its content is rendered outside of its turn"):
+    with refused(1, "the template renders content of this reply outside of the reply"):
         found.check_reply(1, 6, 17)
     # A template that changes white space in a content is confirmed by the marker after it.
     spaces = probe(lambda messages: " ".join(contents_last(messages).split()), USER, REPLY)
@@ -97,10 +97,10 @@ def test_a_reply_holds_its_content_or_its_marker_and_the_names_of_its_calls() ->
     spaces.check_reply(1, 17, end)
     spaces.check_reply(1, end, end)
     for begin, last in ((6, end - 1), (end + 1, end + 2)):
-        with refused(1, "its content is rendered outside of its turn"):
+        with refused(1, "the template renders content of this reply outside of the reply"):
             spaces.check_reply(1, begin, last)
     calls: Message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
-    with refused(1, "its tool calls are rendered outside of its turn"):
+    with refused(1, "the template renders tool calls of this reply outside of the reply"):
         probe(turns, USER, calls).check_reply(1, 9, 20)
 
 

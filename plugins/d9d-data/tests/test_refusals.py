@@ -125,7 +125,7 @@ def test_a_directory_that_keeps_changing_is_given_up_after_ten_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = moved(monkeypatch, *[OSError(errno.EEXIST, "exists") for _ in range(20)])
-    with pytest.raises(OSError, match="key keeps changing; is another process writing to it"):
+    with pytest.raises(OSError, match="key keeps changing; stop other processes that write there"):
         cache._publish(tmp_path / "new", tmp_path / "key", (), False)
     assert len(attempts) == 10
 
@@ -155,7 +155,7 @@ def test_a_reply_is_learned_with_the_weight_of_its_message() -> None:
 
 def test_a_shard_has_a_known_mode() -> None:
     mode: Any = "strided"
-    with pytest.raises(ValueError, match="mode 'strided': use 'sequential' or 'chunked'"):
+    with pytest.raises(ValueError, match="mode is 'strided'; use 'sequential' or 'chunked'"):
         ShardedDataset([1, 2], 2, 0, mode)
 
 

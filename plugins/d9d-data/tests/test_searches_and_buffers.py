@@ -117,10 +117,10 @@ def test_items_of_a_buffer_are_sorted_and_an_incomplete_pack_stays_last() -> Non
     assert dataset.asked == list(range(7))  # each size once
     assert (sorted_items[0], sorted_items.sort_key(0), len(sorted_items)) == ("item 1", 1, 7)
     for wrong in (-1, 7):
-        with pytest.raises(IndexError, match=f"item {wrong} of a dataset of 7"):
+        with pytest.raises(IndexError, match=f"item {wrong} in a dataset of 7"):
             sorted_items[wrong]
     for sizes in ((4, 0), (0, 2), (5, 2)):
-        with pytest.raises(ValueError, match=f"a buffer of {sizes[0]} items cannot be cut into packs of {sizes[1]}"):
+        with pytest.raises(ValueError, match=f"buffer_size {sizes[0]} is not a multiple of pack_size {sizes[1]}"):
             BufferSortedDataset(dataset, *sizes)
     shuffled = BufferSortedDataset(dataset, 6, 2, 3)
     packs = [[1, 3], [2, 0], [5, 4]]
@@ -147,7 +147,7 @@ def test_packs_of_a_loader_have_one_size() -> None:
     assert packs(4, 2, False) == packs(4, 2, True) == [[0, 1], [2, 3]]
     assert packs(1, 2, True) == packs(0, 1, False) == []
     assert list(FixedCountPacker(range(3), 2)) == [[0, 1]]
-    with pytest.raises(ValueError, match="a pack cannot have 0 microbatches; use at least 1"):
+    with pytest.raises(ValueError, match="count, the number of microbatches of a pack, is 0; use at least 1"):
         FixedCountPacker([], 0)
     with pytest.raises(TypeError, match="list_iterator has no length"):
         len(FixedCountPacker(iter([1]), 1))

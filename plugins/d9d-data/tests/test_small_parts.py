@@ -59,7 +59,7 @@ def test_pooled_positions_are_the_first_the_last_or_all_tokens() -> None:
         assert pooling_mask(mask.bool(), pool).dtype == torch.bool  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"an attention mask has shape \[B, S\], not \[4\]"):
         pooling_mask(mask[0], "all")
-    with pytest.raises(ValueError, match="pool 'mean': use 'first', 'last' or 'all'"):
+    with pytest.raises(ValueError, match="pool is 'mean'; use 'first', 'last' or 'all'"):
         pooling_mask(mask, "mean")  # type: ignore[arg-type]
 
 
@@ -73,9 +73,9 @@ def test_tensors_are_padded_on_either_side_to_a_multiple() -> None:
 @pytest.mark.parametrize(
     ("items", "options", "why"),
     [
-        ([], {}, "no tensors to stack"),
-        ([torch.ones(1)], {"multiple": 0}, "lengths cannot be multiples of 0"),
-        ([torch.ones(1)], {"side": "top"}, "side 'top': use 'left' or 'right'"),
+        ([], {}, "there are no tensors to stack; give at least one"),
+        ([torch.ones(1)], {"multiple": 0}, "multiple is 0"),
+        ([torch.ones(1)], {"side": "top"}, "side is 'top'; use 'left' or 'right'"),
         ([torch.ones(1), torch.ones(1, 2)], {}, r"tensor 1 has shape \[1, 2\]; only tensors of one dim"),
         ([torch.ones(1), torch.ones(1).int()], {}, "tensor 1 has dtype torch.int32, but tensor 0 has torch.float32"),
     ],
@@ -95,9 +95,9 @@ def test_a_permutation_has_at_least_one_item_and_at_most_2_to_the_62() -> None:
 
 def test_windows_have_whole_packs_and_packs_have_enough_samples() -> None:
     order: Any = SimpleNamespace(samples=4)
-    with pytest.raises(ValueError, match="a window of 6 samples cannot be cut into packs of 4"):
+    with pytest.raises(ValueError, match="the window of 6 samples is not a multiple of the batch size 4"):
         WindowOrder(order, None, 9, 6, 4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a pack of 5 samples cannot be formed from 4 samples"):
+    with pytest.raises(ValueError, match="the batch size 5 is larger than the number of samples, 4"):
         WindowOrder(order, None, 9, 10, 5)  # type: ignore[arg-type]
 
 

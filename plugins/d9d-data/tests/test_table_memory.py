@@ -126,12 +126,12 @@ def test_a_message_lists_no_more_buffers_than_it_has_bytes() -> None:
     assert len(data) == 5 * 16
     with pytest.raises(struct.error):  # enough bytes in all, but not after the number of buffers
         _Table(data, 12).pairs(0)
-    with pytest.raises(ValueError, match="message metadata lists more buffers than it has bytes"):
+    with pytest.raises(ValueError, match="the metadata of a message lists more buffers than it has bytes"):
         _Table(data[:-1], 12).pairs(0)
 
 
 def test_a_table_begins_inside_of_its_message() -> None:
-    with pytest.raises(ValueError, match="an offset in message metadata points outside the metadata"):
+    with pytest.raises(ValueError, match="an offset in the metadata of a message points outside of the metadata"):
         _Table(struct.pack("<i", 1), 0)
     _Table(struct.pack("<i", 0), 0)
 
@@ -153,7 +153,7 @@ def test_a_compressed_buffer_says_its_size_inside_of_its_batch(
 ) -> None:
     content = io.BytesIO(b"before" + bytes(max(offset, 0)) + struct.pack("<q", size) + b"after")
     if found is None:
-        with pytest.raises(ValueError, match="a buffer is outside its batch"):
+        with pytest.raises(ValueError, match="a buffer lies outside of its record batch"):
             _unpacked_size(content, 6, offset, length, 10)
     else:
         assert _unpacked_size(content, 6, offset, length, 10) == found
@@ -163,7 +163,7 @@ def test_a_stream_ends_without_a_message_or_with_an_empty_one() -> None:
     for end in (b"", b"\xff\xff\xff", b"\xff\xff\xff\xff", b"\xff" * 4 + bytes(4), bytes(4)):
         assert _message(io.BytesIO(end)) is None
     for length in (-2, (1 << 26) + 1):
-        with pytest.raises(ValueError, match=f"message metadata of {length:,} bytes"):
+        with pytest.raises(ValueError, match=f"the metadata of a message has {length:,} bytes"):
             _message(io.BytesIO(struct.pack("<i", length)))
     with pytest.raises(struct.error):  # so long may it be, but nothing follows
         _message(io.BytesIO(struct.pack("<i", 1 << 26)))
@@ -172,7 +172,7 @@ def test_a_stream_ends_without_a_message_or_with_an_empty_one() -> None:
 def test_sizes_below_zero_are_refused() -> None:
     table_sizes._check_not_negative(0, 3)
     for sizes in ((-1, 3), (3, -1)):
-        with pytest.raises(ValueError, match="a size is negative, or points beyond the end"):
+        with pytest.raises(ValueError, match="the header of a page has a size that is negative"):
             table_sizes._check_not_negative(*sizes)
 
 

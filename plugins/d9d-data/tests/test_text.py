@@ -324,7 +324,7 @@ def test_batch_that_does_not_divide_is_an_error(open_stream, corpus: Path) -> No
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"sources": []}, "at least one file"),
+        ({"sources": []}, "name a file"),
         ({"sources": [" "]}, "a source is empty"),
         ({"sources": ["python:topic"]}, "unknown source 'python:topic'; did you mean 'python:topics'"),
         ({"sequence_length": 0}, "greater than or equal to 1"),
@@ -333,7 +333,7 @@ def test_batch_that_does_not_divide_is_an_error(open_stream, corpus: Path) -> No
         ({"tokenizer": {"bpe": 256}}, "greater than or equal to 257"),
         ({"tokenizer": {"bppe": 300}}, "did you mean 'bpe'"),
         ({"tokenizer": 7}, "use 'bytes', the path of a tokenizer.json, or {bpe: 2048}"),
-        ({"sources": "corpus"}, r"needs a list; write \[corpus\]"),
+        ({"sources": "corpus"}, r"sources must be a list; write \[corpus\]"),
     ],
 )
 def test_impossible_settings_are_refused(values: dict[str, object], text: str) -> None:

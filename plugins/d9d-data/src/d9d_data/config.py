@@ -60,14 +60,15 @@ class PreparedConfig(PluginConfig):
     @classmethod
     def _a_list(cls, sources: Any) -> Any:
         if isinstance(sources, str):
-            raise ValueError(f"needs a list; write [{sources[:80]}]")  # noqa: TRY004 - pydantic reports ValueErrors
+            text = f"sources must be a list; write [{sources[:80]}]"
+            raise ValueError(text)  # noqa: TRY004 - pydantic reports ValueErrors
         return sources
 
     @field_validator("sources")
     @classmethod
     def _known_sources(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
         if not sources:
-            raise ValueError(f"needs at least one file, directory, glob, or one of {', '.join(PYTHON_SOURCES)}")
+            raise ValueError(f"sources is empty; name a file, directory or glob, or one of {', '.join(PYTHON_SOURCES)}")
         for source in sources:
             if source.startswith("python:") and source not in PYTHON_SOURCES:
                 near = closest(source, PYTHON_SOURCES)

@@ -57,7 +57,7 @@ def find_replies(
         begin = probe.begin_of(index)
         end = probe.end_of(index, begin)
         if begin >= end or (spans and begin < spans[-1][1]):
-            raise probe.unverified(index, "its rendering is empty or overlaps another reply")
+            raise probe.unverified(index, "the text of this reply is empty or overlaps another reply")
         probe.check_reply(index, begin, end)
         spans.append((begin, probe.stop_of(begin, end)))
     return probe.text, spans
@@ -161,10 +161,10 @@ class _Probe:
         if content not in reply:
             places = [self._place(index, put) for put in PUT_LAST]
             if not any(place is not None and begin <= place <= end for place in places):
-                raise self.unverified(index, "its content is rendered outside of its turn")
+                raise self.unverified(index, "the template renders content of this reply outside of the reply")
         for name in call_names(message):
             if name not in reply:
-                raise self.unverified(index, "its tool calls are rendered outside of its turn")
+                raise self.unverified(index, "the template renders tool calls of this reply outside of the reply")
 
     def stop_of(self, begin: int, end: int) -> int:
         """End of a reply, including the token that stops generation, without white space after it.

@@ -102,10 +102,12 @@ def _read_manifest(directory: Path) -> dict[str, _Written]:
         isinstance(entry, dict) and {key: type(value) for key, value in entry.items()} == kinds
         for entry in manifest.values()
     ):
-        raise ValueError(f"{MANIFEST} is not a table of sizes and checksums")
+        raise ValueError(f"{MANIFEST} of the prepared data is not a table of sizes and checksums")
     for name in manifest:
         if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
-            raise ValueError(f"{MANIFEST} names {name[:80]!r}, which is not a file in its directory")
+            raise ValueError(
+                f"{MANIFEST} of the prepared data names {name[:80]!r}, which is not a file in its directory"
+            )
         if not (directory / name).is_file():
             raise FileNotFoundError(errno.ENOENT, "missing, or not a regular file", name)
     return {name: _Written(**entry) for name, entry in manifest.items()}
@@ -170,7 +172,7 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
         except FileNotFoundError:
             continue  # another process renamed it away
         shutil.rmtree(away, ignore_errors=True)
-    raise OSError(f"{target} keeps changing; is another process writing to it?")
+    raise OSError(f"{target} keeps changing; stop other processes that write there, or choose another cache directory")
 
 
 def _sweep(root: Path) -> None:

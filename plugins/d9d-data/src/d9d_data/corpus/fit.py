@@ -50,7 +50,7 @@ class Limit:
             return None
         if self.too_long == "error":
             raise TooLongError(
-                f"{where} has {count:,} tokens, more than a sequence's {self.longest:,}; use longer sequences, "
+                f"{where} has {count:,} tokens, but a sequence at most {self.longest:,}; use longer sequences, "
                 "leave out the record, or set data.too_long to cut_end, cut_start or drop"
             )
         return slice(0, self.longest) if self.too_long == "cut_end" else slice(count - self.longest, count)

@@ -192,7 +192,7 @@ class Items:
                 '{"tokens": [1, 2], "targets": [2, 3]}'
             )
         if not item:
-            raise DataError(f"{where} has no fields")
+            raise DataError(f"{where} is an empty mapping; return one with at least one field")
         return {str(name): _array(value, f"{where}: field '{name}'") for name, value in item.items()}
 
     def asked(self, read: Callable[[], Any], what: str, field: str = "build") -> Any:
@@ -261,9 +261,11 @@ def _length(config: DatasetConfig, dataset: Any) -> int:
     try:
         count = len(dataset)
     except FOREIGN_FAILURES as failure:
-        raise DataError(f"data.build: the dataset of {config.build} has no length: {failure}") from failure
+        raise DataError(
+            f"data.build: len() of the dataset of {config.build} fails: {failure}; correct its __len__()"
+        ) from failure
     if not count:
-        raise DataError(f"data.build: the dataset of {config.build} is empty")
+        raise DataError(f"data.build: the dataset of {config.build} has no items; correct it, or data.arguments")
     return count
 
 

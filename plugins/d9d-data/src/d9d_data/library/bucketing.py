@@ -43,7 +43,7 @@ class BufferSortedDataset(Dataset[Any]):
 
     def __init__(self, dataset: HasSortKey, buffer_size: int, pack_size: int, seed: int | None = 0) -> None:
         if pack_size < 1 or buffer_size < 1 or buffer_size % pack_size:
-            raise ValueError(f"a buffer of {buffer_size} items cannot be cut into packs of {pack_size}; use a multiple")
+            raise ValueError(f"buffer_size {buffer_size} is not a multiple of pack_size {pack_size}; use a multiple")
         self._dataset = dataset
         self._buffer_size = buffer_size
         self._pack_size = pack_size
@@ -64,7 +64,7 @@ class BufferSortedDataset(Dataset[Any]):
             IndexError: the index is not below the number of items.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"item {index} of a dataset of {len(self)}")
+            raise IndexError(f"there is no item {index} in a dataset of {len(self)} items")
         buffer, place = divmod(index, self._buffer_size)
         first = buffer * self._buffer_size
         if self._recent[0] != buffer:

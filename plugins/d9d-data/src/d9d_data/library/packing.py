@@ -23,7 +23,7 @@ class FixedCountPacker(Generic[M]):
 
     def __init__(self, loader: Iterable[M], count: int, drop_last: bool = True) -> None:
         if count < 1:
-            raise ValueError(f"a pack cannot have {count} microbatches; use at least 1")
+            raise ValueError(f"count, the number of microbatches of a pack, is {count}; use at least 1")
         self._loader = loader
         self._count = count
         self._drop_last = drop_last
@@ -45,6 +45,8 @@ class FixedCountPacker(Generic[M]):
             TypeError: the loader has no length.
         """
         if not isinstance(self._loader, Sized):
-            raise TypeError(f"{type(self._loader).__name__} has no length, so the number of its packs is unknown")
+            raise TypeError(
+                f"{type(self._loader).__name__} has no length, so the number of packs is unknown; give it __len__()"
+            )
         size = len(self._loader)
         return size // self._count if self._drop_last else -(-size // self._count)

@@ -28,16 +28,16 @@ def pad_stack(
             1.
     """
     if not items:
-        raise ValueError("no tensors to stack")
+        raise ValueError("there are no tensors to stack; give at least one")
     if multiple < 1:
-        raise ValueError(f"lengths cannot be multiples of {multiple}")
+        raise ValueError(f"multiple is {multiple}; give 1 or more")
     if side not in ("left", "right"):
-        raise ValueError(f"side {side!r}: use 'left' or 'right'")
+        raise ValueError(f"side is {side!r}; use 'left' or 'right'")
     for index, item in enumerate(items):
         if item.ndim != 1:
             raise ValueError(f"tensor {index} has shape {list(item.shape)}; only tensors of one dim can be padded")
         if item.dtype != items[0].dtype:
-            raise ValueError(f"tensor {index} has dtype {item.dtype}, but tensor 0 has {items[0].dtype}")
+            raise ValueError(f"tensor {index} has dtype {item.dtype}, but tensor 0 has {items[0].dtype}; use one")
     longest = -(-max(len(item) for item in items) // multiple) * multiple
     stacked = torch.full((len(items), longest), value, dtype=items[0].dtype, device=items[0].device)
     for row, item in zip(stacked, items, strict=True):

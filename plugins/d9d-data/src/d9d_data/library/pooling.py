@@ -34,5 +34,5 @@ def pooling_mask(attention_mask: Tensor, pool: Literal["first", "last", "all"]) 
     elif pool == "last":
         chosen = present & (present.flip(1).cumsum(1).flip(1) == 1)
     else:
-        raise ValueError(f"pool {pool!r}: use 'first', 'last' or 'all'")
+        raise ValueError(f"pool is {pool!r}; use 'first', 'last' or 'all'")
     return chosen.to(attention_mask.dtype) if attention_mask.dtype != torch.bool else chosen

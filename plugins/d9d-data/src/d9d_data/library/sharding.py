@@ -47,7 +47,7 @@ class ShardedDataset(Dataset[Any]):
         if not 0 <= current < total:
             raise ValueError(f"shard {current} of {total}: shards are numbered from 0 to {total - 1}")
         if mode not in ("sequential", "chunked"):
-            raise ValueError(f"mode {mode!r}: use 'sequential' or 'chunked'")
+            raise ValueError(f"mode is {mode!r}; use 'sequential' or 'chunked'")
         self._dataset = dataset
         self._total = total
         self._current = current
@@ -76,7 +76,7 @@ class ShardedDataset(Dataset[Any]):
             IndexError: the shard has fewer items.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"item {index} of a shard of {len(self)}")
+            raise IndexError(f"there is no item {index} in a shard of {len(self)} items")
         size = len(self._dataset)
         share, longer = divmod(size, self._total)
         if self._mode == "sequential":

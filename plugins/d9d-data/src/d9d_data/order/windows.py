@@ -33,9 +33,13 @@ class WindowOrder:
 
     def __init__(self, order: SampleOrder, corpus: Corpus, longest: int, window: int, batch_size: int) -> None:
         if window % batch_size:
-            raise ValueError(f"a window of {window} samples cannot be cut into packs of {batch_size}; use a multiple")
+            raise ValueError(
+                f"the window of {window} samples is not a multiple of the batch size {batch_size}; use a multiple"
+            )
         if batch_size > order.samples:
-            raise ValueError(f"a pack of {batch_size} samples cannot be formed from {order.samples} samples")
+            raise ValueError(
+                f"the batch size {batch_size} is larger than the number of samples, {order.samples}; lower it"
+            )
         self.order = order
         self.window = window
         self._corpus = corpus

@@ -77,7 +77,8 @@ def _whole_text(file: SourceFile) -> str:
             data = content.read()
         elif len(data := content.read((most := _most_text(file)) + 1)) > most:
             raise DataError(
-                f"data.sources: {file.name} has a text of more than {most:,} bytes, and a document is tokenised in "
+                f"data.sources: {file.name} has a text of more than {most:,} bytes, too long, as each document is "
+                "tokenised in "
                 "memory; split it into several files, or into records"
             )
     if file.format == "docstrings":

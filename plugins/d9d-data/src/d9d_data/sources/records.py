@@ -135,7 +135,10 @@ def _read_json(file: SourceFile, reject: Reject) -> Iterator[Record]:
             )
         value = value[chosen]
     if not isinstance(value, list):
-        raise DataError(f"data.sources: {file.name} contains a {type(value).__name__}, not a list of records")
+        raise DataError(
+            f"data.sources: {file.name} contains a {type(value).__name__}, not a list of records; write a list of "
+            "objects"
+        )
     for number, entry in enumerate(value, 1):
         place = Place(file, number, " record ")
         if isinstance(entry, dict):

@@ -188,7 +188,7 @@ def _longest_text(content: BinaryIO, pages: _Pages, compression: str) -> int:
 
 def _check_not_negative(*sizes: int) -> None:
     if min(sizes) < 0:
-        raise ValueError("a size is negative, or points beyond the end")
+        raise ValueError("the header of a page has a size that is negative or points beyond the end of the file")
 
 
 class _Thrift:
@@ -208,7 +208,7 @@ class _Thrift:
     def struct(self, depth: int = 0) -> dict[int, Any]:
         """Read the fields of a structure, by field number; strings and lists are represented by their lengths."""
         if depth > 8:
-            raise ValueError("it is nested too deeply")
+            raise ValueError("the header is nested too deeply")
         fields: dict[int, Any] = {}
         number = 0
         while byte := self._byte():
@@ -237,7 +237,7 @@ class _Thrift:
                 return count
             case 12:
                 return self.struct(depth + 1)
-        raise ValueError(f"it has a field of the unknown type {kind}")
+        raise ValueError(f"the header has a field of the unknown type {kind}")
 
     def _skip(self, count: int) -> int:
         self._count(count)
@@ -256,19 +256,19 @@ class _Thrift:
             if byte < 128:
                 return value
             if (shift := shift + 7) > 63:
-                raise ValueError("a number has more than 64 bits")
+                raise ValueError("the header has a number of more than 64 bits")
 
     def _byte(self) -> int:
         self._count(1)
         byte = self._content.read(1)
         if not byte:
-            raise ValueError("it is cut off")
+            raise ValueError("the header is cut off")
         return byte[0]
 
     def _count(self, count: int) -> None:
         self.read += count
         if self.read > _MAX_PAGE_HEADER:
-            raise ValueError(f"it has more than {_MAX_PAGE_HEADER:,} bytes")
+            raise ValueError(f"the header has more than {_MAX_PAGE_HEADER:,} bytes")
 
 
 def check_arrow(file: SourceFile, content: BinaryIO) -> None:
@@ -311,7 +311,7 @@ def _message(content: BinaryIO) -> tuple[int, int, Sequence[tuple[int, int]], bo
     if len(head) < 4 or (length := struct.unpack("<i", head)[0]) == 0:
         return None
     if not 0 < length <= _MAX_MESSAGE:
-        raise ValueError(f"message metadata of {length:,} bytes")
+        raise ValueError(f"the metadata of a message has {length:,} bytes, not 1 to {_MAX_MESSAGE:,}")
     data = content.read(length)
     root = _Table(data, struct.unpack_from("<I", data)[0])
     kind, body = root.number(1, "<B"), root.number(3, "<q")
@@ -327,7 +327,7 @@ def _unpacked_size(content: BinaryIO, begin: int, offset: int, length: int, body
     if not length:
         return 0
     if offset < 0 or length < 8 or offset + length > body:
-        raise ValueError("a buffer is outside its batch")
+        raise ValueError("a buffer lies outside of its record batch")
     content.seek(begin + offset)
     (size,) = struct.unpack("<q", content.read(8))
     return length if size == -1 else max(int(size), 0)
@@ -340,7 +340,7 @@ class _Table:
         self._data, self._position = data, position
         self._fields = position - struct.unpack_from("<i", data, position)[0]
         if self._fields < 0:
-            raise ValueError("an offset in message metadata points outside the metadata")
+            raise ValueError("an offset in the metadata of a message points outside of the metadata")
 
     def _at(self, field: int) -> int | None:
         (size,) = struct.unpack_from("<H", self._data, self._fields)
@@ -366,7 +366,7 @@ class _Table:
         at += struct.unpack_from("<I", self._data, at)[0]
         (count,) = struct.unpack_from("<I", self._data, at)
         if count * 16 > len(self._data):
-            raise ValueError("message metadata lists more buffers than it has bytes")
+            raise ValueError("the metadata of a message lists more buffers than it has bytes")
         return [struct.unpack_from("<qq", self._data, at + 4 + 16 * number) for number in range(count)]
 
 

@@ -97,7 +97,9 @@ def saved_dataset_files(directory: str) -> list[str]:
     for entry in entries:
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or PurePath(name).name != name or not (root / name).is_file():
-            raise DataError(f"{where}: its state.json lists {str(name)[:80]!r}, which is missing; copy it again")
+            raise DataError(
+                f"{where}: its state.json lists the file {str(name)[:80]!r}, which is missing; copy the directory again"
+            )
         found.append(str(root / name))
     return found
 

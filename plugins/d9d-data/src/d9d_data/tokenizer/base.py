@@ -64,7 +64,7 @@ class TextTokenizer:
         self.description = description
         end_of_text_id = backend.token_to_id(end_of_text)
         if end_of_text_id is None:
-            raise ValueError(f"the tokenizer has no token {end_of_text!r}")
+            raise ValueError(f"the tokenizer has no token {end_of_text!r}; give an end_of_text from its vocabulary")
         self.end_of_text_id, self.end_of_text = end_of_text_id, end_of_text
         #: Largest id plus 1; ids may have gaps.
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
