@@ -169,5 +169,5 @@ def test_the_share_of_rotated_features_may_stand_with_the_rotary_base_or_alone()
     alone = data | {"rope_parameters": {"rope_theta": config.rope_theta}}
     assert form.config_from_json(alone) == config
     assert form.config_from_json(alone | {"partial_rotary_factor": None}).partial_rotary_factor == 0.5
-    with pytest.raises(CheckpointError, match="rope_parameters is 'plain', not a mapping"):
+    with pytest.raises(CheckpointError, match="rope_parameters is 'plain'; it must be a mapping or null"):
         form.config_from_json(data | {"rope_parameters": "plain"})

@@ -117,7 +117,7 @@ def test_expert_groups_share_the_experts_and_exchange_tokens() -> None:
     ("name", "share", "text"),
     [
         ("dense", Share(1, 15, tensor=3), "mesh.tp is 3, which does not divide the 8 query heads"),
-        ("dense", Share(1, 18, tensor=4), "18 positions cannot be split"),
+        ("dense", Share(1, 18, tensor=4), "does not divide the 18 positions"),
         ("dense", Share(1, 16, experts=2), "the model has no experts"),
         ("experts", Share(1, 16, experts=3), "mesh.ep is 3, which does not divide 8 experts"),
     ],

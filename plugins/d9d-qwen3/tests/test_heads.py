@@ -153,7 +153,7 @@ def test_impossible_heads_are_refused_where_they_are_wrong(changes: dict[str, An
 
 
 def test_an_unknown_input_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected input 'tokenz'"):
+    with pytest.raises(TypeError, match="the model has no input 'tokenz'"):
         Qwen3(tiny())(tokens=torch.zeros(1, 2, dtype=torch.long), tokenz=torch.zeros(1))
 
 
@@ -272,7 +272,7 @@ def test_means_of_layers_cross_the_boundary_between_stages(count: int) -> None:
 
 def test_a_stage_that_lacks_what_the_previous_one_summed_says_so() -> None:
     later = Qwen3(config(heads={"topic": {**TOPIC, "layers": [0, 1]}}), Stage(1, 2))
-    with pytest.raises(ValueError, match="a head needs layer_sum_0_1; pass all outputs"):
+    with pytest.raises(ValueError, match="a head needs the input 'layer_sum_0_1'; pass all outputs"):
         later(hidden=torch.randn(2, 3, 32))
 
 

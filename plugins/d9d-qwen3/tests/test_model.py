@@ -62,9 +62,9 @@ def test_tied_embeddings_are_one_parameter_under_the_embeddings_name() -> None:
 
 
 def test_stages_say_what_they_miss() -> None:
-    with pytest.raises(ValueError, match="first stage of qwen3 needs tokens"):
+    with pytest.raises(ValueError, match="first pipeline stage of qwen3 needs the input 'tokens'"):
         Qwen3(tiny())()
-    with pytest.raises(ValueError, match="stage 1 of qwen3 needs hidden"):
+    with pytest.raises(ValueError, match="stage 1 of qwen3 needs 'hidden'"):
         Qwen3(tiny(), Stage(1, 2))(tokens=torch.zeros(1, 4, dtype=torch.long))
 
 

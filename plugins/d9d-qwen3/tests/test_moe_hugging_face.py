@@ -400,20 +400,20 @@ def test_fewer_experts_than_stored_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model_type": "qwen3"}, "model_type is 'qwen3', expected 'qwen3_moe'"),
+        ({"model_type": "qwen3"}, "model_type is 'qwen3', not 'qwen3_moe'"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architecture Qwen3ForCausalLM is not one of qwen3_moe"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1; .* set it to 0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weights are quantized"),
         ({"num_experts": 16}, "num_local_experts is 8 and num_experts is 16; .* remove the wrong field"),
-        ({"num_experts": 0, "num_local_experts": 0}, "no qwen3_moe model has these values: num_experts"),
+        ({"num_experts": 0, "num_local_experts": 0}, "values are invalid for a qwen3_moe model: num_experts"),
         ({"num_experts_per_tok": 9}, "experts_per_token: .*9 is more than num_experts = 8"),
         ({"mlp_only_layers": [0, 1]}, "dense_layers: .*all 2 layers are dense.* use the model qwen3"),
         ({"decoder_sparse_step": 3}, "dense_layers: .*all 2 layers are dense"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        ({"mlp_only_layers": 5}, "a type that no qwen3_moe has there"),
+        ({"mlp_only_layers": 5}, "a wrong type for a qwen3_moe model"),
         ({"use_sliding_window": True, "sliding_window": 4}, "max_window_layers is 2 and the window is 4; releases"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types names .* are full_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has .* are full_attention"),
     ],
 )
 def test_configs_we_do_not_compute_are_refused(changes: dict[str, Any], text: str) -> None:

@@ -183,7 +183,7 @@ def test_experts_that_are_not_replaced_are_measured() -> None:
     ("kind", "share", "text"),
     [
         ("llama", Share(1, 15, 3), "mesh.tp is 3, which does not divide the 8 query heads"),
-        ("llama", Share(1, 18, 4), "18 positions cannot be split over tp = 4 and cp = 1"),
+        ("llama", Share(1, 18, 4), "mesh.tp x mesh.cp = 4 x 1 does not divide the 18 positions"),
         ("llama", Share(1, 64, 32), "mesh.tp is 32, which does not divide the 8 query heads"),
         ("phi3", Share(1, 64, experts=2), "mesh.ep is 2, but the model has no experts that can be split"),
         ("qwen3_moe", Share(1, 64, experts=5), "mesh.ep is 5, which does not divide 4 experts"),

@@ -125,7 +125,7 @@ class GlmHuggingFace(_Format[GlmConfig]):
         return super().special_fields(data) | found
 
     def config_from_json(self, data: Mapping[str, Any]) -> GlmConfig:
-        """Read a config; the share of rotated features stands alone or with the rotary base."""
+        """Read a config, with ``partial_rotary_factor`` at the top level or inside of ``rope_parameters``."""
         absent = {_SHARE: 0.5, "attention_bias": True}
         found = absent | {name: value for name, value in data.items() if value is not None}
         for name in ("rope_parameters", "rope_scaling"):

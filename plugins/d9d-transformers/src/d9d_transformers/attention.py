@@ -108,7 +108,8 @@ class AttentionCall:
         """
         if self.others:
             raise BuildError(
-                f"model.config: {where} passes {', '.join(self.others)}, which d9d's attention does not have"
+                f"model.config: {where} gives its attention {', '.join(self.others)}, which d9d does not support, so "
+                "d9d cannot train it"
             )
         return AttentionCore(
             query_heads=self.query_heads,
@@ -162,7 +163,7 @@ def attend(
     if attention_mask is not None or dropout:
         given = "a mask" if attention_mask is not None else f"attention dropout of {dropout}"
         hint = "; set attention_dropout of model.config to 0" if attention_mask is None else ""
-        raise ValueError(f"{type(module).__name__} passes {given}, which d9d's attention does not have{hint}")
+        raise ValueError(f"{type(module).__name__} gives its attention {given}, which d9d does not support{hint}")
     core: Callable[..., Tensor] = getattr(module, CORE)
     own, features = query.shape[-1], value.shape[-1]
     width = max(own, features)
@@ -209,9 +210,13 @@ def record(
     """
     if dropout:
         text = f"attention dropout of {dropout}, which d9d's attention does not have"
-        raise ValueError(f"{type(module).__name__} passes {text}; set attention_dropout of model.config to 0")
+        raise ValueError(
+            f"{type(module).__name__} gives its attention {text}; set attention_dropout of model.config to 0"
+        )
     if DOCUMENTS not in keywords:
-        raise ValueError(f"{type(module).__name__} passes no keywords to its attention, so it would not see documents")
+        raise ValueError(
+            f"{type(module).__name__} passes no keywords to its attention, so d9d cannot pass it the documents"
+        )
     calls: dict[nn.Module, AttentionCall] = keywords[DOCUMENTS]
     calls[module] = AttentionCall.of(module, query, key, value, attention_mask, scaling, keywords)
     samples, heads, length, _ = query.shape

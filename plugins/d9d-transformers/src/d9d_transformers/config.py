@@ -59,7 +59,7 @@ class TransformersConfig(ModelConfig):
     @classmethod
     def _is_a_decoder(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
         if not isinstance(value.get("model_type"), str) or not value["model_type"]:
-            raise ValueError("it states no model_type, such as llama; give the contents of a config.json")
+            raise ValueError("model.config has no model_type, such as llama; give the contents of a config.json")
         for name, why in _REFUSED.items():
             if value.get(name):
                 raise ValueError(f"{name}: {why}")

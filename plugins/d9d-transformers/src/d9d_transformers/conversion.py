@@ -164,7 +164,7 @@ def _add(
         if target is None:
             kinds = ", ".join(type(operation).__name__ for operation in transform.operations)
             if any(_plain(one) in name for one in transform.target_patterns):
-                raise CheckpointError(f"transformers makes {name} of files by {kinds}, which d9d does not have")
+                raise CheckpointError(f"transformers makes {name} of files by {kinds}, which d9d does not support")
             continue
         before, matched, after = name.partition(_plain(target))
         if matched:
@@ -184,7 +184,7 @@ def _merged(
     if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]) or (
         "MergeModulelist" in kinds and dims[0] != 0
     ):
-        raise CheckpointError(f"transformers makes {name} of files by {', '.join(kinds)}, which d9d does not have")
+        raise CheckpointError(f"transformers makes {name} of files by {', '.join(kinds)}, which d9d does not support")
     parts = sources
     if "MergeModulelist" in kinds:
         parts = [name] if len(sources) == 1 else [f"{name}.part{index}" for index in range(len(sources))]
@@ -214,5 +214,5 @@ def _plain(pattern: str) -> str:
     """
     text = pattern.replace("\\.", ".").removeprefix("^").removesuffix("$")
     if re.search(r"[\\()\[\]+?|{}^$]", text):
-        raise CheckpointError(f"transformers renames tensors by the pattern {pattern!r}, which d9d does not read")
+        raise CheckpointError(f"transformers renames tensors by the pattern {pattern!r}, which d9d does not support")
     return text

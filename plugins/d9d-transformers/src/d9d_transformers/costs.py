@@ -54,11 +54,11 @@ def _check(model: Anatomy, share: Share) -> None:
     """
     tp, cp, ep = share.tensor, share.context, share.experts
     if share.length % (tp * cp):
-        raise BuildError(f"{share.length} positions cannot be split over tp = {tp} and cp = {cp}")
+        raise BuildError(f"mesh.tp x mesh.cp = {tp} x {cp} does not divide the {share.length} positions of a sample")
     if tp > 1 and model.refusal is not None:
         raise BuildError(f"mesh.tp is {tp}, but {model.refusal}")
     if cp > 1 and model.mixers:
-        raise BuildError(f"mesh.cp is {cp}, but {model.mixers[0]} mixes tokens, and needs all positions of a sample")
+        raise BuildError(f"mesh.cp is {cp}, but {model.mixers[0]} mixes tokens and needs whole samples; remove mesh.cp")
     calls = [call for kind in model.kinds for call in kind]
     if ep > 1 and not any(call.kind == "experts" for call in calls):
         raise BuildError(f"mesh.ep is {ep}, but the model has no experts that can be split; remove mesh.ep")
@@ -78,12 +78,16 @@ def _check_split(call: Call, tp: int) -> None:
     if call.core is not None and call.style is None:
         heads, pairs = call.core.query_heads, call.core.key_value_heads
         if heads % tp:
-            raise BuildError(f"mesh.tp is {tp}, which does not divide the {heads} query heads of the model")
+            raise BuildError(
+                f"mesh.tp is {tp}, which does not divide the {heads} query heads of the model; choose a divisor"
+            )
         if pairs % tp and tp % pairs:
-            raise BuildError(f"mesh.tp is {tp}: {pairs} key and value heads can be neither split over it nor repeated")
+            raise BuildError(
+                f"mesh.tp is {tp}, neither a divisor nor a multiple of the {pairs} key and value heads; choose one"
+            )
     split = {TensorStyle.COLUMN: call.outputs, TensorStyle.ROW: call.features}.get(call.style) if call.style else None
     if split is not None and split % tp and not _is_repeated(call, tp):
-        raise BuildError(f"mesh.tp is {tp}, which does not divide {split} features of {call.path}")
+        raise BuildError(f"mesh.tp is {tp}, which does not divide {split} features of {call.path}; choose a divisor")
 
 
 def _is_repeated(call: Call, tp: int) -> bool:

@@ -57,12 +57,15 @@ class Head:
         names = {module: path for path, module in native.named_modules()}
         if type(output) is not nn.Linear or getattr(output, "bias", None) is not None or "." in names[output]:
             raise BuildError(
-                f"model.config: the head of {kind} is {type(output).__name__}, not a linear layer without bias"
+                f"model.config: the head of {kind} is {type(output).__name__}, but d9d supports only a linear layer "
+                "without bias"
             )
         tied = dict(native.all_tied_weights_keys)
         mine = f"{names[output]}.weight", f"{names[embedding]}.weight"
         if others := sorted(f"{a} = {b}" for a, b in tied.items() if (a, b) != mine):
-            raise BuildError(f"model.config: {kind} ties {', '.join(others)}; d9d ties the head to the embedding only")
+            raise BuildError(
+                f"model.config: {kind} ties {', '.join(others)}; d9d can tie only the head to the embedding"
+            )
         return cls(
             name=names[output],
             embedding=names[embedding],
@@ -133,8 +136,8 @@ def measured(native: Any, name: str, output: nn.Linear) -> dict[str, Any]:
     if before is None or after is None or (softcap is not None and after != 1):
         what = "hidden states before" if before is None else "logits after"
         raise BuildError(
-            f"model.config: {kind} changes {what} its head by more than a factor or a soft cap, which d9d's head does "
-            "not have"
+            f"model.config: {kind} changes {what} its head by more than a factor or a soft cap, which d9d does not "
+            "support"
         )
     return {"scale": before * after, "softcap": softcap}
 

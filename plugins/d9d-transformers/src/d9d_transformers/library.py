@@ -145,7 +145,8 @@ def native_model(config: Any, attention: str = ATTENTION) -> Any:
     transformers = library()
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - no public look-up; a test reads it
         raise BuildError(
-            f"model.config: transformers has no language model (ForCausalLM) of type {config.model_type!r}"
+            f"model.config: transformers has no language model (ForCausalLM) of type {config.model_type!r}; choose "
+            "another type"
         )
     return _built(transformers.AutoModelForCausalLM, config, attention)
 
@@ -163,7 +164,7 @@ def container_model(config: Any) -> Any:
     found = [getattr(transformers, name, None) for name in _CONTAINERS]
     for kind in (kind for kind in found if kind is not None and type(config) in kind._model_mapping):  # noqa: SLF001 - as above
         return _built(kind, config, ATTENTION)
-    raise BuildError(f"model.config: transformers has no model of type {config.model_type!r}")
+    raise BuildError(f"model.config: transformers has no model of type {config.model_type!r}; correct model_type")
 
 
 def _built(kind: Any, config: Any, attention: str) -> Any:
@@ -186,7 +187,10 @@ def base_of(model: Any) -> tuple[str, nn.Module]:
     name = model.base_model_prefix
     base = getattr(model, name, None)
     if base is None:
-        raise BuildError(f"model.config: {type(model).__name__} has no module {name!r} that returns hidden states")
+        raise BuildError(
+            f"model.config: {type(model).__name__} has no module {name!r} that returns hidden states, so d9d cannot "
+            "train it"
+        )
     return name, base
 
 

@@ -55,7 +55,10 @@ def _parts_of(config: str) -> Parts:
             difference = (first[path] - second[path]).abs().amax((0, 2))
             reached = difference > _ROUNDING * first[path].abs().max()
             if reached[:_CHANGED].any():
-                raise BuildError(f"model.config: {path} of {kind} lets tokens change results at earlier positions")
+                raise BuildError(
+                    f"model.config: {path} of {kind} lets tokens change results at earlier positions, so d9d cannot "
+                    "train it"
+                )
             if reached[_CHANGED + 1 :].any():  # later modules get its output
                 part = path.removeprefix(prefix).removeprefix(".").partition(".")[0]
                 found.add(type(layer.get_submodule(part)).__name__)
@@ -98,7 +101,8 @@ def _small(config: TransformersConfig) -> Any:
     if size > _LARGEST:
         kind = config.model_type
         raise BuildError(
-            f"model.config: no {kind} could be made small, to find modules that mix tokens: {size:,} parameters"
+            f"model.config: d9d examines a small {kind} for modules that mix tokens, but the smallest has {size:,} "
+            "parameters, too many"
         )
     base: Any = base_of(native_model(native, OWN_VALUE))[1]
     return base.float().eval()
@@ -130,7 +134,10 @@ def _outputs(
         for other in (*others, *keywords.values()):  # such as the embeddings, which only the first stage has
             if isinstance(other, Tensor) and other.shape == hidden.shape and other.is_floating_point():
                 kind = type(layer).__name__
-                raise BuildError(f"model.config: {kind} gets more than the hidden states of the layer before it")
+                raise BuildError(
+                    f"model.config: {kind} reads other tensors besides the previous layer's hidden states, so d9d "
+                    "cannot train it"
+                )
         return (given.get(layer, hidden), *others), keywords
 
     def leave(path: str, out: Any) -> None:

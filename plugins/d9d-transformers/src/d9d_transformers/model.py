@@ -126,7 +126,7 @@ class TransformersModel(nn.Module):
         """
         if mixers := self.token_mixers():
             raise BuildError(
-                f"strategy 'context_parallel': {mixers[0]} mixes tokens, and needs all positions of a sample"
+                f"strategy 'context_parallel': {mixers[0]} mixes tokens and needs whole samples; remove the strategy"
             )
         self._context = share
 

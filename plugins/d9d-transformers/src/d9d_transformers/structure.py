@@ -76,21 +76,30 @@ def examine(base: Any, parts: Parts) -> Structure:
     names: dict[nn.Parameter, str] = {}
     for path, parameter in base.named_parameters(remove_duplicate=False):
         if (other := names.setdefault(parameter, path)) != path:
-            raise BuildError(f"model.config: {path} and {other} are one parameter, which d9d does not train")
+            raise BuildError(f"model.config: {path} and {other} are one parameter, which d9d does not support")
     listed = [f"{name}.{index}" for index in range(len(layers))]
     outside = [path for path in with_parameters(base) if not path.startswith(f"{name}.")]
     order, outputs, attention = _traced(base, [*outside, *listed])
     kinds = {outputs[layer] for layer in listed if layer in outputs}
     if [path for path in order if path in listed] != listed:
-        raise BuildError(f"model.config: the layers in {name} do not run once each, in order")
+        raise BuildError(
+            f"model.config: the layers in {name} do not run once each in order, so d9d cannot train the model"
+        )
     if len(kinds) > 1:
-        raise BuildError(f"model.config: the layers in {name} return different numbers of values")
+        raise BuildError(
+            f"model.config: the layers in {name} return different numbers of values, so d9d cannot train the model"
+        )
     if idle := sorted(set(outside) - set(order)):
-        raise BuildError(f"model.config: the parameters of {', '.join(idle)} are used outside of their modules")
+        raise BuildError(
+            f"model.config: the parameters of {', '.join(idle)} are used outside of their modules, so d9d cannot "
+            "train it"
+        )
     mixing = tuple(_mixing(base, listed, parts, attention))
     first, last = order.index(listed[0]), order.index(listed[-1])
     if order[first : last + 1] != listed:
-        raise BuildError(f"model.config: modules with parameters run between the layers in {name}")
+        raise BuildError(
+            f"model.config: modules with parameters run between the layers in {name}, so d9d cannot train it"
+        )
     before, after = tuple(dict.fromkeys(order[:first])), tuple(order[last + 1 :])
     masked = masked_calls(base) if attention else {}
     return Structure(name, len(layers), before, after, kinds.pop(), masked, mixing)
@@ -124,7 +133,7 @@ def layer_list(base: Any) -> tuple[str, nn.ModuleList]:
     ]
     if len(found) != 1:
         lists = f"{len(found)} lists of {count} layers ({', '.join(sorted(classes)) or 'of no class'})"
-        raise BuildError(f"model.config: {type(base).__name__} has {lists}, not one")
+        raise BuildError(f"model.config: {type(base).__name__} has {lists}, but d9d needs exactly one list")
     return found[0]
 
 
@@ -145,7 +154,10 @@ def _traced(
         outputs[path] = len(out) if isinstance(out, tuple) else None
         first, *others = out if isinstance(out, tuple) and out else (out,)
         if not isinstance(first, Tensor) or any(other is not None for other in others):
-            raise BuildError(f"model.config: {path} returns more than one tensor ({type(out).__name__})")
+            raise BuildError(
+                f"model.config: {path} returns more than one tensor ({type(out).__name__}), so d9d cannot train the "
+                "model"
+            )
 
     hooks = [
         base.get_submodule(path).register_forward_hook(lambda *given, path=path: note(path, given[-1]))

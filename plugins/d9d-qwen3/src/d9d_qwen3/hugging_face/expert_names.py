@@ -27,7 +27,7 @@ def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]
     """
     if stored.has_selection_bias and not config.has_selection_bias:
         raise CheckpointError(
-            "the stored routers choose experts by a bias (selection_bias), which this model would not have; "
+            "the routers in the files choose experts with a bias (selection_bias), which this model would not have; "
             "add {name: bias_update} to model.balancing"
         )
     sparse = [layer for layer in range(config.num_layers) if layer not in config.dense_layers]

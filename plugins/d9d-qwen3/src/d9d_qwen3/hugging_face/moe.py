@@ -108,5 +108,7 @@ def _window(data: Mapping[str, Any]) -> Any:
         )
     kinds, expected = set(data.get("layer_types") or ()), "full_attention" if window is None else "sliding_attention"
     if kinds - {expected}:
-        raise CheckpointError(f"config.json: layer_types names {sorted(kinds)}; all layers of qwen3_moe are {expected}")
+        raise CheckpointError(
+            f"config.json: layer_types has {sorted(kinds)}, but all layers of qwen3_moe are {expected}; correct it"
+        )
     return window
