@@ -41,7 +41,7 @@ def test_a_library_that_is_not_loaded_is_that_of_the_wheels(monkeypatch: pytest.
     wheel.parent.mkdir(parents=True)
     monkeypatch.setattr(binding, "_MAPS", tmp_path / "absent")
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    with pytest.raises(LibraryError, match="has loaded no libcublasLt.so, and there is none next to torch"):
+    with pytest.raises(LibraryError, match="libcublasLt.so is neither loaded nor installed next to torch"):
         find_library()
     wheel.write_text("")
     assert find_library() == wheel
@@ -91,7 +91,7 @@ def test_settings_are_written_and_read(functions: Functions) -> None:
 
 def test_a_refused_call_says_which_and_by_which_version(functions: Functions) -> None:
     with pytest.raises(
-        LibraryError, match=rf"cublasLtMatmulDescCreate of cuBLASLt {functions.version} returned status"
+        LibraryError, match=rf"cublasLtMatmulDescCreate of cuBLASLt {functions.version} failed with status"
     ):
         functions.call("MatmulDescCreate", None, 68, 0)
 

@@ -64,7 +64,7 @@ def test_these_are_one_operation_for_the_compiler(op: str) -> None:
 def test_gates_of_two_dtypes_come_out_in_the_wider_one() -> None:
     gate, up = normal(3, 8, seed=0).half(), normal(3, 8, seed=1)
     assert_close_values(silu_mul.silu_mul(gate, up), nn.functional.silu(gate.float()) * up)
-    with pytest.raises(ValueError, match=r"gate \[3, 8\] and up \[8\] must have one shape"):
+    with pytest.raises(ValueError, match=r"gate \[3, 8\] and up \[8\] must have the same shape"):
         silu_mul.silu_mul(gate, up[0])
 
 

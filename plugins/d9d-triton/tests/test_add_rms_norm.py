@@ -196,9 +196,9 @@ def test_one_kernel_each_way_and_nothing_beside_it(adds: bool) -> None:
 @pytest.mark.parametrize(
     ("shapes", "text"),
     [
-        (((3, 64), (3, 64), (4,)), r"\[3, 64\], \[3, 64\], \[4\]; must be"),
-        (((3, 4), (4,), (4,)), r"\[3, 4\], \[4\], \[4\]; must be"),
-        (((3, 64), None, (4,)), r"\[3, 64\], \[4\]; must be"),
+        (((3, 64), (3, 64), (4,)), r"\[3, 64\], \[3, 64\], \[4\]; they must have"),
+        (((3, 4), (4,), (4,)), r"\[3, 4\], \[4\], \[4\]; they must have"),
+        (((3, 64), None, (4,)), r"\[3, 64\], \[4\]; they must have"),
     ],
 )
 def test_other_shapes_are_an_error(shapes: tuple[tuple[int, ...] | None, ...], text: str) -> None:

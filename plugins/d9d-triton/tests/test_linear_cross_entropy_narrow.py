@@ -301,7 +301,7 @@ def test_it_is_never_chosen_by_itself() -> None:
 
 
 def test_float16_is_refused_which_lacks_the_range() -> None:
-    with pytest.raises(TypeError, match=r"too large for torch\.float16; train in bfloat16, or name triton_sum"):
+    with pytest.raises(TypeError, match=r"too large for torch\.float16; train in bfloat16, or choose triton_sum"):
         LinearCrossEntropyNarrow()(*example(dtype=torch.float16))
 
 

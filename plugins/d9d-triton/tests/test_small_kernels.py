@@ -201,7 +201,7 @@ def test_what_would_lose_bits_is_refused(call: Callable[[], Any], text: str) -> 
 
 
 def test_gates_of_another_shape_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"gate \[3, 4\] and up \[4\] must have one shape"):
+    with pytest.raises(ValueError, match=r"gate \[3, 4\] and up \[4\] must have the same shape"):
         silu_mul.silu_mul(normal(3, 4), normal(4))
 
 
@@ -209,18 +209,18 @@ def test_gates_of_another_shape_are_an_error() -> None:
     ("key", "angles"), [((1, 2, 2, 8), (1, 4, 4)), ((1, 4, 2, 6), (1, 4, 4)), ((1, 4, 2, 8), (1, 4, 1))]
 )
 def test_keys_and_angles_of_another_shape_are_an_error(key: tuple[int, ...], angles: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"rope.triton: query \[1, 4, 2, 8\], key .* must be"):
+    with pytest.raises(ValueError, match=r"rope.triton: query \[1, 4, 2, 8\], key .* must have"):
         rope.rope(normal(1, 4, 2, 8), normal(*key), normal(*angles), normal(*angles))
 
 
 def test_head_norms_of_another_shape_are_an_error() -> None:
     heads, angles = (normal(1, 4, 2, 8), normal(1, 4, 1, 8)), cos_sin(1, 4, 4)
-    with pytest.raises(ValueError, match=r"normed_rope.triton: .* query_weight \[4\], .* must be"):
+    with pytest.raises(ValueError, match=r"normed_rope.triton: .* query_weight \[4\], .* must have"):
         normed_rope.normed_rope(*heads, normal(4), normal(8), *angles, 1e-6)
 
 
 def test_weights_of_another_shape_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"rms_norm.triton: x \[3, 64\] and weight \[4\] must be"):
+    with pytest.raises(ValueError, match=r"rms_norm.triton: x \[3, 64\] and weight \[4\] must have"):
         rms_norm.rms_norm(normal(3, 64), normal(4), 1e-6)
 
 
@@ -266,7 +266,7 @@ def test_a_compiler_keeps_them_in_one_graph() -> None:
 
 
 def test_sines_of_another_shape_than_the_cosines_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"sin \[1, 4, 3\] must be"):
+    with pytest.raises(ValueError, match=r"sin \[1, 4, 3\] must have"):
         rope.rope(normal(1, 4, 2, 8), normal(1, 4, 2, 8), normal(1, 4, 4), normal(1, 4, 3))
 
 

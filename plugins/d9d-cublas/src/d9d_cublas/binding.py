@@ -88,7 +88,7 @@ def find_library() -> Path:
     wheels = Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{_NAME}*") if not loaded else ()
     paths = [Path(path) for path in loaded] or sorted(wheels)
     if not paths:
-        raise LibraryError(f"this process has loaded no {_NAME}, and there is none next to torch {torch.__version__}")
+        raise LibraryError(f"the library {_NAME} is neither loaded nor installed next to torch {torch.__version__}")
     return paths[0]
 
 
@@ -121,7 +121,7 @@ class Functions:
         """
         status = self.status(name, *arguments)
         if status:
-            raise LibraryError(f"cublasLt{name} of cuBLASLt {self.version} returned status {status}")
+            raise LibraryError(f"the function cublasLt{name} of cuBLASLt {self.version} failed with status {status}")
 
     def make(self, kind: str, *arguments: Any) -> Any:
         """Create a cuBLASLt descriptor of the given kind, which is destroyed when its last reference is deleted."""

@@ -144,11 +144,11 @@ def read(path: Path) -> dict[Key, Choice]:
     """
     content = json.loads(path.read_text("utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"no choices of format {FORMAT}")
+        raise ValueError(f"the file of choices does not have the format {FORMAT}")
     try:
         return dict(_parse(entry) for entry in content["choices"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"a choice lacks a field or has an unknown one: {error!r}") from error
+        raise ValueError(f"an entry of the choices lacks a field or has an unknown field: {error!r}") from error
 
 
 def write(path: Path, choices: Mapping[Key, Choice]) -> None:
@@ -184,7 +184,7 @@ def _parse(entry: Mapping[str, Any]) -> tuple[Key, Choice]:
     numbers = [problem.rows, problem.out_features, problem.in_features, entry["library"]]
     numbers += [] if algorithm is None else asdict(algorithm).values()
     if problem.layout not in LAYOUTS or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"a choice has impossible values: {dict(entry)}")
+        raise ValueError(f"an entry of the choices has impossible values: {dict(entry)}")
     times = entry.get("milliseconds")
     return Key(entry["device"], entry["library"], problem), Choice(algorithm, None if times is None else tuple(times))
 

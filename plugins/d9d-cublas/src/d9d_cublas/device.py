@@ -121,7 +121,7 @@ class DeviceProducts:
         return plan
 
     def _find(self, problem: Problem) -> Choice | None:
-        """Choice for a product that is available without a measurement."""
+        """Stored choice of an algorithm for a matrix product; ``None`` if the product must be measured."""
         if problem.operations < self._smallest:
             return Choice(None)
         key = self._key(problem)

@@ -53,7 +53,7 @@ class Handle:
         return empty
 
     def filled(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The library's tuple with the given tensors inserted."""
+        """Handle as the tuple that DeepEP returned, with ``tensors`` in the places of its tensors."""
         left = iter(tensors)
         return tuple(next(left) if other is None else other[0] for other in self._others)
 

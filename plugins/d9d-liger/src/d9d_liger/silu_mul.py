@@ -35,7 +35,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         ValueError: gate and up differ in shape.
     """
     if gate.shape != up.shape:
-        raise ValueError(f"silu_mul.liger: gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
+        raise ValueError(f"silu_mul.liger: gate {list(gate.shape)} and up {list(up.shape)} must have the same shape")
     dtype = torch.promote_types(gate.dtype, up.dtype)
     out: Tensor = forward(gate.to(dtype), up.to(dtype))
     return out

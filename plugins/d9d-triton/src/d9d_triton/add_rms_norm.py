@@ -108,7 +108,10 @@ def _check(x: Tensor, added: Tensor | None, weight: Tensor) -> None:
     check_floats("add_rms_norm", x=x, weight=weight, **({} if added is None else {"added": added}))
     if weight.shape != x.shape[-1:] or (added is not None and added.shape != x.shape):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, added, weight) if tensor is not None)
-        raise ValueError(f"add_rms_norm.triton: x, added and weight are {shapes}; must be [..., D], [..., D] and [D]")
+        raise ValueError(
+            f"add_rms_norm.triton: x, added and weight are {shapes}; they must have the shapes [..., D], [..., D] "
+            "and [D]"
+        )
 
 
 @add_and_normalise.register_fake

@@ -97,6 +97,6 @@ def check_floats(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             raise TypeError(
-                f"{op}.triton: {name} is {tensor.dtype}, the kernel computes in float32 and reads bfloat16, float16 "
-                f"and float32; set 'kernels: {{{op}: reference}}' in the job"
+                f"{op}.triton: {name} is {tensor.dtype}, but the kernel reads only bfloat16, float16 and float32; set "
+                f"'kernels: {{{op}: reference}}' in the job"
             )

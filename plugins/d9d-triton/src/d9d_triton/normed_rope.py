@@ -183,7 +183,8 @@ def _check(query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor,
     if not (same and weights) or features % 2 or tuple(cos.shape) not in angles or tuple(sin.shape) not in angles:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
         raise ValueError(
-            f"normed_rope.triton: {shapes} must be [B, S, N, D], [B, S, K, D], [D], [D] and twice [B or 1, S, D/2]"
+            f"normed_rope.triton: {shapes} must have the shapes [B, S, N, D], [B, S, K, D], [D], [D] and twice [B or "
+            "1, S, D/2]"
         )
 
 

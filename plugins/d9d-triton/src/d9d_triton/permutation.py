@@ -116,7 +116,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, absent: bool) ->
     check_floats("unpermute", rows=rows, weights=weights)
     if weights.shape != places.shape:
         shapes = f"weights {list(weights.shape)} and places {list(places.shape)}"
-        raise ValueError(f"unpermute.triton: {shapes} must have one shape")
+        raise ValueError(f"unpermute.triton: {shapes} must have the same shape")
     return _sum(rows, places, weights)
 
 

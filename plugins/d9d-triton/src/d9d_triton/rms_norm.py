@@ -50,7 +50,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     check_floats("rms_norm", x=x, weight=weight)
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm.triton: x {list(x.shape)} and weight {list(weight.shape)} must be [..., D] and [D]")
+        raise ValueError(
+            f"rms_norm.triton: x {list(x.shape)} and weight {list(weight.shape)} must have the shapes [..., D] and [D]"
+        )
     out = empty_like(x)
     fill_norm(out, x, weight, eps)
     return out

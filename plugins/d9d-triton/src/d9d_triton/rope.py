@@ -92,7 +92,9 @@ def _check_shapes(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
             f"{name} {list(tensor.shape)}"
             for name, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin))
         )
-        raise ValueError(f"rope.triton: {shapes} must be [B, S, N, D], [B, S, K, D] and twice [B or 1, S, D/2]")
+        raise ValueError(
+            f"rope.triton: {shapes} must have the shapes [B, S, N, D], [B, S, K, D] and twice [B or 1, S, D/2]"
+        )
 
 
 @turn.register_fake

@@ -42,7 +42,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """
     check_floats("silu_mul", gate=gate, up=up)
     if gate.shape != up.shape:
-        raise ValueError(f"silu_mul.triton: gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
+        raise ValueError(f"silu_mul.triton: gate {list(gate.shape)} and up {list(up.shape)} must have the same shape")
     out = _empty_out(gate, up)
     if out.numel():
         _launch(gate_rows, (out,), _rows(gate, up))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Concatenate weights [..., H] along dimension 0 to [F, H]; a view where they are adjacent in memory, else a copy.
+    """Concatenate weights [F_i, ...] along dimension 0 to [F, ...]; a view if adjacent in memory, else a copy.
 
     See :class:`d9d_core.traits.HasAdjacentWeights`. Reads memory addresses, so a compiler cannot trace it.
     """
@@ -32,7 +32,7 @@ def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
 
     Args:
         grad: [R, F], gradients of all outputs, concatenated.
-        weights: [..., H] each; together they have F rows.
+        weights: [F_i, ...] each; together they have F rows.
 
     Returns:
         [R, H].

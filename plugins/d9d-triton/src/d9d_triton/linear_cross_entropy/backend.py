@@ -78,7 +78,7 @@ class LinearCrossEntropy:
             hidden: [..., H].
             weight: [V, H], of the same dtype.
             targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` for tokens without a target.
-            rows: largest C; ``None`` chooses by V.
+            rows: largest number of tokens in a chunk; ``None`` chooses it by V.
             keep: whether to keep all logits or none; ``None`` keeps as many as
                 :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` allows.
 
@@ -147,7 +147,7 @@ class LinearCrossEntropyNarrow:
             hidden: [..., H], bfloat16 or float32.
             weight: [V, H], of the same dtype.
             targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` for tokens without a target.
-            rows: largest C; ``None`` chooses by V and H.
+            rows: largest number of tokens in a chunk; ``None`` chooses it by V and H.
 
         Returns:
             float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, even if the hidden state is NaN.
@@ -177,7 +177,7 @@ class LinearCrossEntropyNarrow:
         if hidden.dtype == torch.float16:
             raise TypeError(
                 "linear_cross_entropy.triton_sum_narrow: gradients of a sum over all tokens may be too large for "
-                "torch.float16; train in bfloat16, or name triton_sum"
+                "torch.float16; train in bfloat16, or choose triton_sum in kernels.linear_cross_entropy"
             )
         rows = narrow_rows(hidden, weight) if rows is None else rows
         recorded = torch.is_grad_enabled()

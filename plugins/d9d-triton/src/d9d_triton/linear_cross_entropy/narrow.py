@@ -47,7 +47,7 @@ def token_losses_narrow(
         hidden: [..., H].
         weight: [V, H].
         targets: int64 [...].
-        rows: largest C.
+        rows: largest number of tokens in a chunk.
         ranked: whether to count the ranks of targets.
         of_hidden: whether the hidden states need a gradient.
         of_weight: whether the weight needs a gradient.

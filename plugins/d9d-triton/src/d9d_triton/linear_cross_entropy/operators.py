@@ -45,7 +45,7 @@ def token_losses(
         hidden: [..., H].
         weight: [V, H].
         targets: int64 [...].
-        rows: largest C for tokens whose logits are not kept.
+        rows: largest number of tokens in a chunk whose logits are not kept.
         kept: K, counted from the first token.
         ranked: whether to count the ranks of targets.
         cast_from: [V, H], the tensor of a wider dtype from which ``weight`` was cast. If given, it receives the
@@ -107,7 +107,7 @@ def token_losses_ahead(
         hidden: [..., H].
         weight: [V, H].
         targets: int64 [...].
-        rows: largest C.
+        rows: largest number of tokens in a chunk.
         ranked: whether to count the ranks of targets.
         of_hidden: whether the hidden states need a gradient.
         of_weight: whether the weight needs a gradient.

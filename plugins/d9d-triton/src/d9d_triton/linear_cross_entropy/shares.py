@@ -58,7 +58,7 @@ class VocabularyShareCrossEntropy(VocabularyParallelCrossEntropy):
             hidden: [..., H].
             weight: [V, H], of the same dtype: the rank's shard; V may be zero.
             targets: int64 [...], indices into the whole vocabulary; ``IGNORE`` for tokens without a target.
-            rows: largest C; ``None`` chooses by V.
+            rows: largest number of tokens in a chunk; ``None`` chooses it by V.
             keep: whether to keep all logits or none; ``None`` keeps as many as
                 :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` allows.
             ranked: whether to count the ranks of targets, which needs logits that were not kept once more.
