@@ -84,7 +84,7 @@ def test_sums_are_wider_than_what_is_observed() -> None:
             "mean",
             {},
             {"token_loss": VALUES},
-            "mean reads 'v', which the task does not observe; it observes: token_loss",
+            "mean needs 'v', which the task's observe() does not return; it returns: token_loss",
         ),
         ("mean", {"values": "tokenloss"}, {"token_loss": VALUES}, "did you mean 'token_loss'?"),
         (
@@ -112,7 +112,7 @@ def test_token_accuracy_counts_ranks_below_k() -> None:
     other = TokenAccuracy(TokenAccuracyConfig(top=(1,), ranks="ranks_of_draft"))
     other.update({"token_ranks": torch.tensor([1]), "ranks_of_draft": torch.tensor([0])})
     assert other.compute()["token_accuracy_top_1"] == 1
-    with pytest.raises(JobError, match="this model has another head, and the task observes: token_loss"):
+    with pytest.raises(JobError, match="this model has another head, and the task's observe\\(\\) returns: token_loss"):
         metric.update({"token_loss": VALUES})
 
 
@@ -121,7 +121,7 @@ def test_token_accuracy_counts_ranks_below_k() -> None:
     [
         ("token_accuracy", {"top": []}, "the list is empty"),
         ("token_accuracy", {"top": [1, 1]}, "a number is duplicate"),
-        ("compose", {"metrics": {}}, "there are none; write names with metrics"),
+        ("compose", {"metrics": {}}, "metrics is empty; write names with metrics"),
     ],
 )
 def test_lists_without_anything_in_them_are_refused(name: str, fields: Any, text: str) -> None:
@@ -189,5 +189,5 @@ def test_ranks_below_zero_are_no_targets() -> None:
     assert {name: value.item() for name, value in metric.compute().items()} == {
         "token_accuracy_top_1": pytest.approx(2 / 5), "token_accuracy_top_5": pytest.approx(4 / 5),
     }  # fmt: skip
-    with pytest.raises(JobError, match="the task observes: nothing$"):
+    with pytest.raises(JobError, match="returns: nothing$"):
         metric.update({})

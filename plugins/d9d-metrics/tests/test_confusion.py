@@ -84,7 +84,7 @@ def test_a_function_of_ones_own_gets_the_counts(monkeypatch: pytest.MonkeyPatch)
     ("function", "text"),
     [
         ("nowhere:f", "nowhere:f cannot be imported: ModuleNotFoundError"),
-        ("math:pi", "math:pi is a float, not a function"),
+        ("math:pi", "math:pi is a float; name a function of"),
         ("math:fsum", "math:fsum raised TypeError"),
         ("builtins:print", "builtins:print returned NoneType; return a tensor of the counts' shape, [3]"),
     ],
@@ -141,7 +141,7 @@ def test_shapes_that_do_not_fit_are_named(problem: Any, predictions: Any, target
         ({"problem": {"kind": "binary"}, "averages": ["macro"]}, "nothing to average"),
         (
             {"problem": {"kind": "multiclass", "num_classes": 3, "top_k": 3}},
-            "with 3 classes, the 3 highest are all of them",
+            "3 is not below the number of classes, 3",
         ),
     ],
 )

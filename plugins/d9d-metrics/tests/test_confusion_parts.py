@@ -136,7 +136,7 @@ def test_a_users_function_is_a_statistic_of_the_counts_shape(monkeypatch: pytest
             own_function(f"math:{name}")(COUNTS)
     with pytest.raises(JobError, match="cannot be imported"):
         own_function("math:nothing")
-    with pytest.raises(JobError, match="is a float, not a function"):
+    with pytest.raises(JobError, match="is a float; name a function of"):
         own_function("math:pi")
 
 
@@ -157,13 +157,13 @@ def test_observations_that_are_missing_are_named_with_what_there_is() -> None:
     for observed, end in (
         (
             {"labels": one, "a": one},
-            "'label', which the task does not observe; did you mean 'labels'? it observes: a, labels",
+            "'label', which the task's observe() does not return; did you mean 'labels'? it returns: a, labels",
         ),
-        ({}, "'label', which the task does not observe; it observes: nothing"),
+        ({}, "'label', which the task's observe() does not return; it returns: nothing"),
     ):
         with pytest.raises(JobError) as error:
             read(observed, "label", "m")
-        assert str(error.value) == f"metrics: m reads {end}"
+        assert str(error.value) == f"metrics: m needs {end}"
 
 
 def test_averages_are_weighted_by_what_occurs_and_undefined_statistics_have_a_value() -> None:
@@ -209,7 +209,7 @@ def test_of_equal_scores_the_lower_class_ranks_higher(top_k: int, hits: list[int
 def test_the_best_k_of_a_problem_are_fewer_than_its_classes() -> None:
     problem = {"kind": "multiclass", "num_classes": 3}
     assert ConfusionConfig.model_validate({"problem": {**problem, "top_k": 2}}).problem.top_k == 2  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="with 3 classes, the 3 highest are all of them; choose a smaller number"):
+    with pytest.raises(ValueError, match="3 is not below the number of classes, 3; choose a smaller number"):
         ConfusionConfig.model_validate({"problem": {**problem, "top_k": 3}})
     for names, count in ((("a", "b"), 2), (("a", "b", "a"), 2), (("a", "b", "c", "a"), 3)):
         with pytest.raises(ValueError, match=f"class_names has {count} different names for 3 classes"):

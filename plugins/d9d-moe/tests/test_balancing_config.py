@@ -46,9 +46,9 @@ def test_a_bare_name_takes_the_defaults_and_a_config_stays() -> None:
 
 def test_names_that_are_none_are_refused_with_the_known_ones() -> None:
     known = "there are: auxiliary_loss, z_loss, bias_update"
-    assert problem("z_los") == f"Value error, unknown balancing 'z_los'; did you mean 'z_loss'? {known}"
-    assert problem({"name": "xyz"}) == f"Value error, unknown balancing 'xyz'; {known}"
-    expected = "Value error, expected the name of a balancing, or a mapping with 'name', not"
+    assert problem("z_los") == f"Value error, unknown balancing method 'z_los'; did you mean 'z_loss'? {known}"
+    assert problem({"name": "xyz"}) == f"Value error, unknown balancing method 'xyz'; {known}"
+    expected = "Value error, expected the name of a balancing method, or a mapping with 'name', not"
     assert problem(3) == f"{expected} 3"
     assert problem({"rate": 1}) == f"{expected} {{'rate': 1}}"
     assert problem({"name": 3}) == f"{expected} {{'name': 3}}"

@@ -64,5 +64,5 @@ class Layer(nn.Module):
 
 def test_banks_of_different_numbers_of_experts_are_refused() -> None:
     assert experts_of(Layer(4, 4)) == 4
-    with pytest.raises(BuildError, match=r"^Layer has parameters of \[3, 4\] experts; dimension 0 of each"):
+    with pytest.raises(BuildError, match=r"^Layer has parameters for different numbers of experts, \[3, 4\]"):
         experts_of(Layer(4, 3))

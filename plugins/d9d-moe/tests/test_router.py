@@ -182,7 +182,7 @@ def test_a_router_from_the_meta_device_is_filled_late() -> None:
     [
         ({"top_k": 17}, "top_k is 17; with 16 experts choose 1 to 16"),
         ({"top_k": 0}, "top_k is 0"),
-        ({"groups": 3, "top_groups": 1}, "16 experts do not form 3 groups"),
+        ({"groups": 3, "top_groups": 1}, "groups is 3, which does not divide the 16 experts"),
         ({"groups": 4}, "set top_groups"),
         ({"groups": 4, "top_groups": 5}, "top_groups is 5; with 4 groups choose 1 to 4"),
         ({"groups": 8, "top_groups": 1}, "1 of 8 groups hold 2 experts"),

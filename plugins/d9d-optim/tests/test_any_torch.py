@@ -126,13 +126,13 @@ def test_groups_have_their_own_rate_and_decay() -> None:
         ({"target": "torch.optim.LBFGS"}, "needs a closure"),
         ({"target": "torch.optim.RAdam", "arguments": {"beta": 1}}, "arguments.beta: .*did you mean 'betas'"),
         ({"target": "torch.optim.RAdam", "arguments": {"lr": 1}}, "not an argument; set optimizer.lr"),
-        ({"target": "torch.optim.RAdam", "arguments": {"betas": [2, 2]}}, "RAdam refuses them: .*beta"),
+        ({"target": "torch.optim.RAdam", "arguments": {"betas": [2, 2]}}, "RAdam refuses the arguments: .*beta"),
         ({"target": "torch.optim.Rprop", "weight_decay": 0.1}, "weight_decay: .*has no weight decay"),
         ({"target": "torch.optim.RAdam", "state_dtype": "float32"}, "state_dtype: the class chooses"),
         ({"target": f"{__name__}.CountsOnTheHost"}, "its state calls of embed.weight is not a tensor"),
         (
             {"target": "torch.optim.SGD", "arguments": {"momentum": 0.9, "dampening": 0.5}},
-            r"first step makes state \(momentum_buffer\) from the gradient, .*use 'optimizer: sgd'",
+            r"first step of this class makes state \(momentum_buffer\) from the gradient, .*use 'optimizer: sgd'",
         ),
         ({"target": f"{__name__}.CountsInItsGroup"}, "keeps calls in its parameter group"),
     ],
@@ -247,7 +247,8 @@ def test_a_module_that_does_not_load_is_an_error_of_its_field(tmp_path: Path, mo
     with pytest.raises(JobError) as error:
         import_path("optimizer.target", "broken_optimizer:Adam")
     assert str(error.value) == (
-        "optimizer.target: the module 'broken_optimizer' does not load: ZeroDivisionError('division by zero')"
+        "optimizer.target: the module 'broken_optimizer' fails to import: "
+        "ZeroDivisionError('division by zero'); correct it"
     )
     for path in ("Adam", "torch.", "torch..Adam", "torch.optim.2", "torch. optim.Adam", ":Adam"):
         with pytest.raises(JobError, match="is not an import path; write package.module.name"):

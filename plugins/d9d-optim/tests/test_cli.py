@@ -51,7 +51,7 @@ def test_it_prints_the_rate_of_each_step_as_json(job: Path) -> None:
 
 def test_a_job_without_a_number_of_steps_needs_one(job: Path) -> None:
     job.write_text(JOB.replace("steps: 10", "epochs: 1", 1))
-    with pytest.raises(JobError, match="give it with --steps"):
+    with pytest.raises(JobError, match="give --steps"):
         CliRunner().invoke(app, ["show", str(job)], catch_exceptions=False)
 
 

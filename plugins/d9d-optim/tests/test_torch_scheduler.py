@@ -65,7 +65,7 @@ def test_the_length_of_the_run_is_filled_in() -> None:
         ("nowhere.at_all", {}, "there is no module 'nowhere'"),
         ("StepLR", {}, "is not an import path; write package.module.name"),
         (f"{WHERE}.StepLR", {"step_sise": 2}, "arguments.step_sise: .*did you mean 'step_size'"),
-        (f"{WHERE}.StepLR", {}, "refuses them: .*step_size"),
+        (f"{WHERE}.StepLR", {}, "refuses the arguments: .*step_size"),
         (f"{WHERE}.OneCycleLR", {"max_lr": 1.0, "cycle_momentum": True}, "may set only the learning rate"),
     ],
 )

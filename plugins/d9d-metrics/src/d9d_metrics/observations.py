@@ -28,7 +28,9 @@ def read(observations: Mapping[str, Tensor], name: str, metric: str) -> Tensor:
         near = closest(name, observations)
         hint = f"did you mean '{near}'? " if near else ""
         has = ", ".join(sorted(observations)) or "nothing"
-        raise JobError(f"metrics: {metric} reads '{name}', which the task does not observe; {hint}it observes: {has}")
+        raise JobError(
+            f"metrics: {metric} needs '{name}', which the task's observe() does not return; {hint}it returns: {has}"
+        )
     return observations[name]
 
 

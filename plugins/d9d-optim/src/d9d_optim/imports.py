@@ -31,7 +31,7 @@ def import_path(where: str, path: str) -> Any:
             "the path"
         ) from error
     except FOREIGN_FAILURES as error:
-        raise JobError(f"{where}: the module {module_name!r} does not load: {error!r}") from error
+        raise JobError(f"{where}: the module {module_name!r} fails to import: {error!r}; correct it") from error
     try:
         return getattr(module, name)
     except AttributeError:

@@ -23,5 +23,5 @@ class ComposeConfig(PluginConfig):
     @classmethod
     def _something_is_composed(cls, metrics: dict[str, PluginConfig]) -> dict[str, PluginConfig]:
         if not metrics:
-            raise ValueError("there are none; write names with metrics, such as {loss: {name: mean, values: x}}")
+            raise ValueError("metrics is empty; write names with metrics, such as {loss: {name: mean, values: x}}")
         return metrics

@@ -39,7 +39,7 @@ class MulticlassProblem(Section):
     def _some_are_left(cls, top_k: int | None, info: object) -> int | None:
         classes = getattr(info, "data", {}).get("num_classes")
         if top_k is not None and classes is not None and top_k >= classes:
-            raise ValueError(f"with {classes} classes, the {top_k} highest are all of them; choose a smaller number")
+            raise ValueError(f"{top_k} is not below the number of classes, {classes}; choose a smaller number")
         return top_k
 
 

@@ -72,7 +72,9 @@ def own_function(path: str) -> Callable[[Confusion], Tensor]:
             "package.module:function, installed or in a directory of PYTHONPATH"
         ) from failure
     if not callable(function):
-        raise JobError(f"metrics: confusion.function: {path} is a {type(function).__name__}, not a function")
+        raise JobError(
+            f"metrics: confusion.function: {path} is a {type(function).__name__}; name a function of (tp, fp, tn, fn)"
+        )
 
     def statistic(counts: Confusion) -> Tensor:
         try:

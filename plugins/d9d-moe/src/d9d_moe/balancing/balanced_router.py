@@ -71,7 +71,9 @@ class BalancedRouter(nn.Module):
                 raise BuildError("router: two balancers update the selection bias; keep one of them")
             self._update = balancer
         else:
-            raise BuildError(f"router: the balancer {balancer!r} is neither a BalancingLoss nor a BiasUpdate")
+            raise BuildError(
+                f"router: the balancer {balancer!r} is neither a BalancingLoss nor a BiasUpdate; derive it from one"
+            )
 
     def layout_dependence(self) -> Sequence[str]:
         """Describe the balancers whose result depends on the division of a batch into microbatches and over ranks."""

@@ -58,12 +58,12 @@ def _named(value: Any) -> Any:
     fields = {"name": value} if isinstance(value, str) else value
     name = fields.get("name") if isinstance(fields, Mapping) else None
     if not isinstance(name, str):
-        text = f"expected the name of a balancing, or a mapping with 'name', not {value!r}"
+        text = f"expected the name of a balancing method, or a mapping with 'name', not {value!r}"
         raise ValueError(text)  # noqa: TRY004 - pydantic collects only ValueErrors
     if name not in _NAMES:
         near = closest(name, _NAMES)
         hint = f"did you mean '{near}'? " if near else ""
-        raise ValueError(f"unknown balancing '{name}'; {hint}there are: {', '.join(_NAMES)}")
+        raise ValueError(f"unknown balancing method '{name}'; {hint}there are: {', '.join(_NAMES)}")
     return fields
 
 

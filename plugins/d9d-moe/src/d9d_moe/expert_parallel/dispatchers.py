@@ -38,6 +38,7 @@ def experts_of(layer: HasExperts) -> int:
     sizes = {len(parameter) for bank in layer.expert_banks().values() for parameter in bank.parameters()}
     if len(sizes) != 1:
         raise BuildError(
-            f"{type(layer).__name__} has parameters of {sorted(sizes)} experts; dimension 0 of each must be the expert"
+            f"{type(layer).__name__} has parameters for different numbers of experts, {sorted(sizes)}; use one "
+            "number, as dimension 0"
         )
     return sizes.pop()

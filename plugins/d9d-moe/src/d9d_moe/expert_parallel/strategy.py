@@ -49,7 +49,10 @@ class ExpertParallel:
         banks: dict[str, nn.Module] = {}
         found = modules_with(stage, HasExperts)
         if not found and topology.sizes["pp"] == 1:  # a stage of several may be without
-            raise BuildError(f"strategy '{self.config.name}': no layer of the model has experts that it can shard")
+            raise BuildError(
+                f"strategy '{self.config.name}': no layer of the model has experts to shard; remove the strategy "
+                "from 'parallel'"
+            )
         experts = {name: experts_of(layer) for name, layer in found.items()}
         for name, layer in found.items():
             banks |= {f"{name}.{bank}".removeprefix("."): module for bank, module in layer.expert_banks().items()}
@@ -93,7 +96,8 @@ def spread_bank(bank: nn.Module, mesh: DeviceMesh, name: str) -> None:
         for parameter_name, parameter in owned.items():
             if len(parameter) % mesh.size():
                 raise BuildError(
-                    f"mesh.ep is {mesh.size()}, which does not divide the {len(parameter)} experts of '{name}'"
+                    f"mesh.ep is {mesh.size()}, which does not divide the {len(parameter)} experts of '{name}'; "
+                    "choose a divisor"
                 )
             local = torch.empty_like(parameter[: len(parameter) // mesh.size()])
             part = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)

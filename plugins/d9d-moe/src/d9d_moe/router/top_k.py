@@ -187,7 +187,7 @@ def _check(experts: int, top_k: int, scoring: str, groups: int, top_groups: int 
     if not 1 <= top_k <= experts:
         raise BuildError(f"router: top_k is {top_k}; with {experts} experts choose 1 to {experts}")
     if groups < 1 or experts % groups:
-        raise BuildError(f"router: {experts} experts do not form {groups} groups of equal size; choose a divisor")
+        raise BuildError(f"router: groups is {groups}, which does not divide the {experts} experts; choose a divisor")
     if groups > 1 and top_groups is None:
         raise BuildError(f"router: there are {groups} groups; set top_groups, the number that a token may use")
     if top_groups is not None and not 1 <= top_groups <= groups:

@@ -115,7 +115,7 @@ class TorchOptimizer(NamedOptimizer):
         try:
             return self._class(params, lr=self._base_lr, **decay, **arguments)
         except FOREIGN_FAILURES as error:
-            raise JobError(f"optimizer.arguments: {self._class.__name__} refuses them: {error}") from error
+            raise JobError(f"optimizer.arguments: {self._class.__name__} refuses the arguments: {error}") from error
 
     @property
     def _plain(self) -> dict[str, Any]:
@@ -151,7 +151,8 @@ class TorchOptimizer(NamedOptimizer):
         if not all(map(torch.equal, *results)):
             way_out = "'optimizer: sgd'" if self._class is torch.optim.SGD else "other arguments or another class"
             raise BuildError(
-                f"{self._where}: its first step makes state ({', '.join(sorted(record.first))}) from the gradient, "
+                f"{self._where}: the first step of this class makes state ({', '.join(sorted(record.first))}) from "
+                "the gradient, "
                 f"but here the state exists before the first step, so results would differ; use {way_out}"
             )
 
@@ -172,13 +173,14 @@ class TorchOptimizer(NamedOptimizer):
         group_after = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         if changed := [key for key in group_after if group_after[key] is not group_before.get(key)]:
             raise BuildError(
-                f"{self._where}: it keeps {', '.join(changed)} in its parameter group, which checkpoints lack; use "
+                f"{self._where}: this class keeps {', '.join(changed)} in its parameter group, which checkpoints "
+                "lack; use "
                 "a class whose state consists of tensors per parameter"
             )
         if record.unfit:
             raise BuildError(
-                f"{self._where}: its state {', '.join(sorted(record.unfit))} of {name} is not a tensor, so the gate "
-                "cannot select it; use a class that keeps counts in tensors"
+                f"{self._where}: its state {', '.join(sorted(record.unfit))} of {name} is not a tensor, so d9d "
+                "cannot restore it when a step is skipped; use a class that keeps counts in tensors"
             )
         if parameter.is_meta:
             return {slot: value.to("meta") for slot, value in record.first.items()}

@@ -48,7 +48,7 @@ def _factors(found: type[LRScheduler], arguments: dict[str, Any], target: str) -
     try:
         scheduler = found(optimizer, **arguments)
     except FOREIGN_FAILURES as error:
-        raise JobError(f"lr_schedule.arguments: {target} refuses them: {error}") from error
+        raise JobError(f"lr_schedule.arguments: {target} refuses the arguments: {error}") from error
     step = 0
     while True:
         value = float(optimizer.param_groups[0]["lr"])
