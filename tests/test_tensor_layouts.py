@@ -308,7 +308,7 @@ def test_copies_of_a_stage_compute_with_their_own_parameters_and_tokens_that_are
     table: ModuleType, tmp_path: Path
 ) -> None:
     job = table.job(tmp_path / "corpus", "float32") | {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"]}
-    with pytest.raises(RankFailedError, match="token 257 is not in the vocabulary of 257"):
+    with pytest.raises(RankFailedError, match="token id 257 is not in the vocabulary of 257 ids"):
         World(2).run(copied_and_given_a_wrong_token, job, list(table.PLUGINS))
 
 

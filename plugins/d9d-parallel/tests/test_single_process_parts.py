@@ -83,7 +83,7 @@ def test_an_embedding_looks_up_its_share_of_the_vocabulary() -> None:
         out = EmbeddingForward(table, 4, 10, ranks_of(rank, 2))(tokens)
         assert out.squeeze(-1).tolist() == expected
     for wrong in (10, -1):
-        with pytest.raises(IndexError, match=f"token {wrong} is not in the vocabulary of 10"):
+        with pytest.raises(IndexError, match=f"token id {wrong} is not in the vocabulary of 10 ids"):
             EmbeddingForward(table, 4, 10, ranks_of(0, 2))(torch.tensor([[0, wrong]]))
     empty = nn.Embedding(0, 1)
     assert EmbeddingForward(empty, 10, 10, ranks_of(1, 2))(tokens).squeeze(-1).tolist() == [[0.0, 0.0], [0.0, 0.0]]
@@ -227,7 +227,7 @@ def test_swapped_heads_repeat_few_keys() -> None:
     )
     for heads, pairs in ((3, 3), (4, 3)):
         odd = replace(OP, attention=replace(SHAPE, query_heads=heads, key_value_heads=pairs))
-        with pytest.raises(BuildError, match=f"over 4 ranks of cp, but {heads} query heads or {pairs} key and value"):
+        with pytest.raises(BuildError, match=f"over 4 ranks of cp, which does not fit {heads} query"):
             AttentionCosts("ulysses", None)(odd, 4)
 
 
@@ -249,7 +249,10 @@ def test_a_hybrid_swaps_heads_among_neighbours_and_rings_over_the_groups() -> No
         (other, one, home), (turn,), (turn, travelling), 1200.0,
     )  # fmt: skip
     for inner_ranks in (3, 4):
-        with pytest.raises(BuildError, match=f"^head_ranks is {inner_ranks}, but mesh.cp is 4$"):
+        with pytest.raises(
+            BuildError,
+            match=f"^context_parallel: head_ranks is {inner_ranks}, not a smaller divisor of mesh.cp, 4; choose one$",
+        ):
             AttentionCosts("hybrid", inner_ranks)(OP, 4)
 
 

@@ -229,8 +229,11 @@ def test_an_adapter_of_the_library_starts_a_run(base: Path, tmp_path: Path, tune
 @pytest.mark.parametrize(
     ("method", "text"),
     [
-        ({"r": 2}, r"init_from: .*'s r, rs_lora differ from the job's; the adapter has peft.r: 4, peft.alpha: 8"),
-        ({"rs_lora": True}, "the adapter has no base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight, "),
+        ({"r": 2}, r"init_from: .*'s r, rs_lora differ from the job's; set the adapter's values: peft.r: 4"),
+        (
+            {"rs_lora": True},
+            "the adapter file has no tensor base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight, ",
+        ),
         ({"init_from": "nowhere"}, "peft.init_from: nowhere: "),
     ],
 )
@@ -245,17 +248,21 @@ def test_an_adapter_of_another_kind_or_with_other_parts_is_refused_by_ia3(
     base: Path, tmp_path: Path, tuned: Path
 ) -> None:
     job = values(base, tmp_path, peft={"name": "ia3", "init_from": str(tuned)})
-    with pytest.raises(CheckpointError, match="the adapter is of the kind 'LORA', but peft is 'ia3'"):
+    with pytest.raises(CheckpointError, match="the adapter has peft_type 'LORA', but the job's peft is 'ia3'"):
         job_of(job, PLUGINS).build(lambda _: None)
     train([values(base, tmp_path, peft=METHODS["ia3"])])
     adapter = tmp_path / "runs" / "tuned" / "adapter"
     other = {**METHODS["ia3"], "feedforward": ["up_proj"], "init_from": str(adapter)}
     again = {"run": {"name": "again", "dir": str(tmp_path / "runs")}}
-    with pytest.raises(CheckpointError, match="the adapter has no base_model.model.model.layers.0.mlp.up_proj.ia3_l"):
+    with pytest.raises(
+        CheckpointError, match="the adapter file has no tensor base_model.model.model.layers.0.mlp.up_proj.ia3_l"
+    ):
         job_of(values(base, tmp_path, peft=other, **again), PLUGINS).build(lambda _: None)
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["lm_head"]}))
-    with pytest.raises(CheckpointError, match=r"it has modules_to_save=\['lm_head'\], which peft 'ia3' does not have"):
+    with pytest.raises(
+        CheckpointError, match=r"its config has modules_to_save=\['lm_head'\], which d9d's 'ia3' does not support"
+    ):
         job_of(values(base, tmp_path, peft={**METHODS["ia3"], "init_from": str(adapter)}, **again), PLUGINS).build(
             lambda _: None
         )
@@ -318,7 +325,9 @@ def test_an_adapter_that_left_another_base_model_behind_is_refused(
     model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
     model.save_pretrained(tmp_path / "theirs")
     method = {**LORA, "targets": ["q_proj"], "init_from": str(tmp_path / "theirs")}
-    with pytest.raises(CheckpointError, match=f"init_from: .*: it has init_lora_weights='{initialisation}'.* merge it"):
+    with pytest.raises(
+        CheckpointError, match=f"init_from: .*: its config has init_lora_weights='{initialisation}'.* merge the adapter"
+    ):
         job_of(values(base, tmp_path, peft=method), PLUGINS).build(lambda _: None)
 
 
@@ -336,8 +345,8 @@ def test_classes_of_the_library_find_the_base_model_by_themselves(base: Path, tm
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"use_dora": True}, "it has use_dora=True, which peft 'lora' does not have"),
-        ({"peft_type": "IA3"}, "the adapter is of the kind 'IA3', but peft is 'lora'"),
+        ({"use_dora": True}, "its config has use_dora=True, which d9d's 'lora' does not support"),
+        ({"peft_type": "IA3"}, "the adapter has peft_type 'IA3', but the job's peft is 'lora'"),
     ],
 )
 def test_an_adapter_with_parts_that_we_lack_is_refused(

@@ -105,7 +105,7 @@ def test_scales_in_a_file_are_columns_or_rows(scaled: tuple[Any, Ia3]) -> None:
     }
     with pytest.raises(CheckpointError, match="do not have the weight of 'down' as one tensor"):
         method.adapter_config(stage, {"up.weight": "m.up.weight"})
-    with pytest.raises(CheckpointError, match="the adapter is of the kind 'LORA', but peft is 'ia3'"):
+    with pytest.raises(CheckpointError, match="the adapter has peft_type 'LORA', but the job's peft is 'ia3'"):
         method.check_adapter({"peft_type": "LORA"}, [])
 
 
@@ -193,7 +193,7 @@ def test_adapters_of_another_kind_rank_or_scale_are_refused() -> None:
     config = LoraConfig(r=2, alpha=3)
     fits = {"peft_type": "LORA", "r": 2, "lora_alpha": 3.0}
     files.check_config(config, fits, [])
-    with pytest.raises(CheckpointError, match="of the kind 'IA3', but peft is 'lora'"):
+    with pytest.raises(CheckpointError, match="peft_type 'IA3', but the job's peft is 'lora'"):
         files.check_config(config, {**fits, "peft_type": "IA3"}, [])
     for field, name, value in (("r", "r", 4), ("lora_alpha", "alpha", 4.0), ("use_rslora", "rs_lora", True)):
         with pytest.raises(CheckpointError, match=f"adapter's {name} differ.*peft.{name}: {value}"):

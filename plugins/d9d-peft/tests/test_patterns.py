@@ -136,7 +136,7 @@ def test_adapters_of_scales_name_their_modules_and_refuse_other_kinds() -> None:
     }  # fmt: skip
     with pytest.raises(CheckpointError, match="published files do not have the weight of 'q_proj' as one tensor"):
         method.adapter_config(stage, {"down.weight": "model.down.weight", "q_proj.weight": "model.qkv"})
-    with pytest.raises(CheckpointError, match="^the adapter is of the kind 'LORA', but peft is 'ia3'$"):
+    with pytest.raises(CheckpointError, match="^the adapter has peft_type 'LORA', but the job's peft is 'ia3'; "):
         method.check_adapter({"peft_type": "LORA"}, [])
 
 

@@ -41,7 +41,7 @@ def test_full_tuning_trains_matching_modules_and_parameters(match: str, trained:
 
 
 def test_full_tuning_of_modules_without_parameters_is_refused() -> None:
-    with pytest.raises(BuildError, match=r"^peft.match: act have no parameters, so nothing would be trained$"):
+    with pytest.raises(BuildError, match=r"^peft.match: act have no parameters, so nothing would be trained; "):
         FullTune(FullTuneConfig(match=("act",))).inject(model())
 
 

@@ -208,7 +208,7 @@ WRONG_PLUGINS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a stage that says nothing": (
         {"model": {"name": "mute_model", "blocks": 4}, "pipeline": "1f1b"},
-        ["mute_model", "Mute does not declare its outputs; add boundary()"],
+        ["mute_model", "Mute does not declare a stage's outputs; give it boundary()"],
     ),
     "a forgotten backward": (
         {"pipeline": "forgetful"},
@@ -255,8 +255,14 @@ def train(values: dict[str, Any], plugins: list[str]) -> None:
 @pytest.mark.parametrize(
     ("lie", "text"),
     [
-        ("shape", "stage 0 announces {'x': (1, 4)}, but returned {'x': (1, 2)}; repair its boundary()"),
-        ("name", "stage 0 announces {'x': (1, 4)}, but returned {'z': (1, 4)}; repair its boundary()"),
+        (
+            "shape",
+            "boundary() of stage 0 declares {'x': (1, 4)}, but forward returned {'x': (1, 2)}; correct one of them",
+        ),
+        (
+            "name",
+            "boundary() of stage 0 declares {'x': (1, 4)}, but forward returned {'z': (1, 4)}; correct one of them",
+        ),
     ],
 )
 def test_a_stage_that_returns_something_else_than_it_announces_is_named(

@@ -210,7 +210,7 @@ def test_rounds_have_as_many_microbatches_as_ranks_or_a_few_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "text"), [(4, 7, "at least 8"), (0, 1, "0 pipeline ranks; at least 1")]
+    ("ranks", "microbatches", "text"), [(4, 7, "at least 8"), (0, 1, "is 0; it must be at least 1")]
 )
 def test_numbers_that_make_no_pipeline_are_refused(ranks: int, microbatches: int, text: str) -> None:
     with pytest.raises(ValueError, match=f"^dual_pipe_v: .*{text}"):

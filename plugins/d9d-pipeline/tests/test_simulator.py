@@ -225,7 +225,7 @@ def test_costs_may_differ_by_stage() -> None:
     assert even.busy == [12, 12]
     assert uneven.makespan > even.makespan
     assert simulate(programs, Costs(memory=[1.0, 0.25])).peak_live == [2.0, 0.25]
-    with pytest.raises(ValueError, match="costs: forward has 3 numbers, but there are 2 stages"):
+    with pytest.raises(ValueError, match="costs: forward has 3 numbers for 2 stages"):
         simulate(programs, Costs(forward=[1, 2, 3]))
     with pytest.raises(
         ValueError, match="costs: on stage 1 weight is 3, more than the whole backward, 2; use at most that"

@@ -34,7 +34,7 @@ from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v
     ],
 )
 def test_every_schedule_refuses_no_ranks_and_too_few_microbatches(name: str, schedule: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}: 0 pipeline ranks; at least 1$"):
+    with pytest.raises(ValueError, match=rf"^{name}: the number of pipeline ranks is 0; it must be at least 1$"):
         schedule(0, 4)
     least = 4 if name == "dual_pipe_v" else 1
     few = rf"^{name}: {least - 1} microbatch\(es\) are too few for 2 pipeline rank\(s\); at least {least}: raise batch"
@@ -48,7 +48,7 @@ def test_numbers_that_a_schedule_supports_pass() -> None:
     check("s", 3, 6, least=6)
     with pytest.raises(ValueError, match="5 microbatch"):
         check("s", 3, 5, least=6)
-    with pytest.raises(ValueError, match="-1 pipeline ranks"):
+    with pytest.raises(ValueError, match="pipeline ranks is -1"):
         check("s", -1, 5)
 
 

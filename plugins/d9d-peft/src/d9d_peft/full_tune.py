@@ -32,7 +32,8 @@ class FullTune:
         trained = frozenset(name for name in parameters if chosen & {name, *_owners(name)})
         if not trained:
             raise BuildError(
-                f"peft.match: {', '.join(sorted(chosen)[:3])} have no parameters, so nothing would be trained"
+                f"peft.match: {', '.join(sorted(chosen)[:3])} have no parameters, so nothing would be trained; name "
+                "other modules"
             )
         return trained
 

@@ -139,7 +139,7 @@ class ContextCommunication:
 
 
 def _swaps(heads: Heads | None, ranks: Ranks) -> Iterator[_Call]:
-    """All-to-alls from positions to heads, and back."""
+    """All-to-alls of ``ulysses``: from split positions to split heads before attention, and back after it."""
     there = back = None
     if heads is not None:
         back = heads.query * heads.features

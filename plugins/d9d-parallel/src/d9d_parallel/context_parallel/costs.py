@@ -53,7 +53,9 @@ class AttentionCosts:
             return _swapped(op, op.attention, ranks)
         inner = 1 if self.method == "ring" else self.head_ranks or 1
         if ranks % inner or inner == ranks:
-            raise BuildError(f"head_ranks is {inner}, but mesh.cp is {ranks}")
+            raise BuildError(
+                f"context_parallel: head_ranks is {inner}, not a smaller divisor of mesh.cp, {ranks}; choose one"
+            )
         swapped = _swapped(op, op.attention, inner) if inner > 1 else ContextCost((op,))
         pairs = max(op.attention.key_value_heads, inner if inner > 1 else 0)
         ring = _ring(swapped.ops[0], replace(op.attention, key_value_heads=pairs), ranks // inner, inner)
@@ -86,8 +88,8 @@ def _swapped(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
     queries, pairs = shape.query_heads, shape.key_value_heads
     if queries % ranks or (pairs % ranks and ranks % pairs):
         raise BuildError(
-            f"method ulysses divides heads over {ranks} ranks of cp, but {queries:g} query heads or "
-            f"{pairs:g} key and value heads cannot be divided over them (or repeated)"
+            f"method ulysses divides heads over {ranks} ranks of cp, which does not fit {queries:g} query heads and "
+            f"{pairs:g} key and value heads; choose another mesh.cp, or method all_gather"
         )
     back = shape.width * shape.rows * queries * shape.features
     keys = 2 * _key_value_bytes(replace(shape, key_value_heads=max(pairs, ranks)))

@@ -25,7 +25,7 @@ class HandedProduct:
         self._out: Tensor | None = None
 
     def hand(self, rows: Tensor | None, out: Tensor | None) -> None:
-        """Store the product [B, S, O] of rows [B, S, H]; ``None`` removes it."""
+        """Store ``rows`` [B, S, H] and their product ``out`` [B, S, O]; remove both if the arguments are ``None``."""
         self._rows, self._out = rows, out
 
     def __call__(self, rows: Tensor) -> Tensor | None:

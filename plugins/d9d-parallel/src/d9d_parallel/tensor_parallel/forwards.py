@@ -134,7 +134,10 @@ class EmbeddingForward(LocalShards):
         weight = local_of(self.module.weight)
         unknown = (tokens < 0) | (tokens >= self.vocabulary)
         if not tokens.is_cuda and unknown.any():
-            raise IndexError(f"token {tokens[unknown][0]} is not in the vocabulary of {self.vocabulary}")
+            raise IndexError(
+                f"token id {tokens[unknown][0]} is not in the vocabulary of {self.vocabulary} ids; use the model's "
+                "tokenizer"
+            )
         words = tokens - self.first
         elsewhere = (words < 0) | (words >= len(weight))
         if not len(weight):  # more ranks than tokens
@@ -186,8 +189,8 @@ class WholeSequence:
         hidden, *others = args or (kwargs.pop(self.first),)
         if not self.summed and any(isinstance(value, DTensor) for value in (*others, *kwargs.values())):
             raise ValueError(
-                "tensor_parallel: a module of style whole got a weight that is split over tp, and would see this "
-                "rank's share of it; give it the style vocab and split_vocabulary(), see "
+                "tensor_parallel: a module of style whole got a weight that is split over tp, so it would use "
+                "only this rank's share; give the module the style vocab and split_vocabulary(), see "
                 "d9d_core.model.SplitsVocabulary"
             )
         others = [local_of(value) for value in others]

@@ -193,7 +193,7 @@ class _Split:
         if features % size:
             raise BuildError(
                 f"strategy '{self._strategy}': mesh.tp is {size}, which does not divide the {features} features of "
-                f"'{name}'"
+                f"'{name}'; choose a divisor"
             )
         if isinstance(child, SplitsFeatures):
             child.split_features(local_of)

@@ -145,7 +145,10 @@ class Ia3:
             CheckpointError: the adapter is of another method, or has features that this method does not support.
         """
         if config_json.get("peft_type") != "IA3":
-            raise CheckpointError(f"the adapter is of the kind {config_json.get('peft_type')!r}, but peft is 'ia3'")
+            raise CheckpointError(
+                f"the adapter has peft_type {config_json.get('peft_type')!r}, but the job's peft is 'ia3'; set peft to "
+                "the adapter's method"
+            )
         check_adapter_config(config_json, names, method="ia3")
 
     def _fold(self, layer: str, has_bias: bool) -> Mapper:

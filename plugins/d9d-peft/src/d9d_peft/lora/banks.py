@@ -63,7 +63,7 @@ class GroupedTerm(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, bank: nn.Parameter) -> None:
-        """Add the update to its bank. Collective over the ranks that share the bank."""
+        """Add the LoRA update to the experts' weights in ``bank``. Collective over the ranks that share the bank."""
         bank.copy_(merged_bank(bank, self.lora_A, self.lora_B, self.lora_scale))
 
 

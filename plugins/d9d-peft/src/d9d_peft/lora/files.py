@@ -78,8 +78,8 @@ def experts_of(stage: nn.Module, published: Mapping[str, str], rs_lora: bool) ->
                 )
             if rs_lora:
                 raise CheckpointError(
-                    "the peft library joins the experts' matrices to one of another rank, for which rs_lora gives "
-                    "another scale; remove rs_lora and choose alpha, or export the merged model"
+                    "the peft library joins the LoRA matrices of all experts to a matrix of higher rank, for which "
+                    "rs_lora gives another scale; remove rs_lora and choose alpha, or export the merged model"
                 )
             if "*" not in there or not there.endswith(_WEIGHT):
                 raise CheckpointError(
@@ -146,7 +146,10 @@ def check_config(config: LowRankConfig, data: Mapping[str, Any], names: Iterable
             tensors, or has features that the method does not support.
     """
     if data.get("peft_type") != "LORA":
-        raise CheckpointError(f"the adapter is of the kind {data.get('peft_type')!r}, but peft is '{config.name}'")
+        raise CheckpointError(
+            f"the adapter has peft_type {data.get('peft_type')!r}, but the job's peft is '{config.name}'; set peft to "
+            "the adapter's method"
+        )
     if use_dora and not data.get("use_dora"):
         raise CheckpointError(
             "the adapter has no magnitudes (use_dora), but peft is 'dora'; use 'lora' with this adapter"
@@ -156,6 +159,8 @@ def check_config(config: LowRankConfig, data: Mapping[str, Any], names: Iterable
     there = {field: data.get(field, False) for field in wanted}
     if other := [fields[field] for field, value in wanted.items() if there[field] != value]:
         values = ", ".join(f"peft.{fields[field]}: {value!r}" for field, value in there.items())
-        raise CheckpointError(f"the adapter's {', '.join(other)} differ from the job's; the adapter has {values}")
+        raise CheckpointError(
+            f"the adapter's {', '.join(other)} differ from the job's; set the adapter's values: {values}"
+        )
     compared = [*wanted, *(["use_dora"] if use_dora else [])]
     check_adapter_config(data, names, method=config.name, compared=compared)

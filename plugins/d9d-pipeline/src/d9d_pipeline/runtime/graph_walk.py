@@ -19,12 +19,15 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass
 class LateSide:
-    """Subgraph that ends only in late parameters, whose gradients are deferred. No two sides share a node.
+    """Part of an autograd graph that leads only to late parameters, whose gradients are deferred.
+
+    No two late sides share a node.
 
     Attributes:
-        branching: nodes on the way that have children in this side.
-        roots: indices of the roots that are part of this side.
-        parameters: late parameters at the end of the subgraph.
+        branching: nodes outside of this part that have child nodes in it; the input phase computes the gradients that
+            flow from these nodes into this part.
+        roots: indices of the roots of the backward that are in this part.
+        parameters: late parameters to which this part leads.
     """
 
     branching: list[Node] = field(default_factory=list)

@@ -15,7 +15,7 @@ def check(name: str, ranks: int, microbatches: int, least: int = 1) -> None:
         ValueError: there are no ranks or too few microbatches; the message says how many are needed.
     """
     if ranks < 1:
-        raise ValueError(f"{name}: {ranks} pipeline ranks; at least 1")
+        raise ValueError(f"{name}: the number of pipeline ranks is {ranks}; it must be at least 1")
     if microbatches < least:
         text = f"{name}: {microbatches} microbatch(es) are too few for {ranks} pipeline rank(s); at least {least}"
         raise ValueError(f"{text}: raise batch.size, lower batch.microbatch, or choose another schedule")

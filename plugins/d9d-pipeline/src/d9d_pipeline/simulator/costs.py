@@ -96,7 +96,9 @@ def of_stages(value: PerStage, index: ProgramIndex, name: str) -> list[float]:
     """
     if isinstance(value, Sequence):
         if len(value) != index.stages:
-            raise ValueError(f"costs: {name} has {len(value)} numbers, but there are {index.stages} stages")
+            raise ValueError(
+                f"costs: {name} has {len(value)} numbers for {index.stages} stages; give one for each stage"
+            )
         return [float(number) for number in value]
     return [value / index.hosts.count(host) for host in index.hosts]
 
