@@ -307,4 +307,4 @@ def test_ranks_without_the_strategy_are_refused(table: ModuleType, tmp_path: Pat
 def test_samples_drawn_beside_the_training_are_refused(table: ModuleType, tmp_path: Path) -> None:
     drawn = [{"name": "samples", "every": 1, "prompts": [[1, 2, 3]]}]
     said = refused(table, tmp_path, layout("ring"), subscribers=drawn, steps=1)
-    assert "needs full prompts, not a smaller divisor of mesh.cp, 2" in said
+    assert "needs full prompts, but mesh.cp is 2" in said

@@ -101,7 +101,7 @@ def test_a_conversation_that_is_too_long_is_cut_or_left_out(
 
 @pytest.mark.thorough
 def test_an_error_names_the_record_and_skipping_counts_it(stream: Open) -> None:
-    with pytest.raises(DataError, match=r"data.jsonl:2 .*more than a sequence's 65"):
+    with pytest.raises(DataError, match=r"data.jsonl:2 .*but a sequence at most 65"):
         stream(chat("a", "x"), chat("a" * 90, "x"), too_long="error")
     bad = {"messages": [{"role": "user", "content": "x"}]}
     with pytest.raises(DataError, match=r"data.jsonl:2:? messages has no assistant message"):

@@ -51,7 +51,7 @@ def changed(file: Path, change: Mapping[str, Any]) -> Path:
 @pytest.mark.thorough
 @pytest.mark.parametrize("sort", ["a normalizer that multiplies", "a normalizer that prepends"])
 def test_a_tokenizer_that_makes_texts_long_is_refused(sort: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer \(its normalizer"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer \(the tokenizer's normalizer"):
         load_tokenizer(changed(tokenizer(tmp_path / "tokenizer.json"), TOKENIZERS[sort]), None)
 
 

@@ -282,7 +282,9 @@ def test_what_comes_from_the_previous_stage_and_from_the_task_is_named(
     values = {**JOB, **PP2, "pipeline": "1f1b", "task": "generous_task", "run": {"dir": str(tmp_path)}}
     with pytest.raises(RankFailedError) as caught:
         world(2, timeout=30.0).run(train, values, [*PLUGINS, wrong])
-    assert "stage 1 gets x from the previous stage and from the task's shared inputs; rename" in str(caught.value)
+    assert "stage 1 gets the input x twice, from the previous stage and from the task's shared inputs; rename" in str(
+        caught.value
+    )
 
 
 @pytest.mark.full

@@ -32,7 +32,7 @@ def shuffled(tokens: int, choices: int, rows: int, seed: int) -> tuple[Tensor, T
 @pytest.mark.thorough
 def test_weights_of_another_shape_are_an_error() -> None:
     slots, places = shuffled(2, 2, 4, seed=0)
-    with pytest.raises(ValueError, match=r"unpermute.triton: weights \[1, 2\] and places \[2, 2\] must have one"):
+    with pytest.raises(ValueError, match=r"unpermute.triton: weights \[1, 2\] and places \[2, 2\] must have the same"):
         permutation.unpermute(normal(4, 8), slots, places, normal(1, 2))
 
 

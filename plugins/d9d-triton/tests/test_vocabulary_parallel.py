@@ -162,7 +162,7 @@ def wrong(word: int) -> None:
 @interpreted
 @pytest.mark.parametrize("word", [12, -1])
 def test_a_target_that_no_rank_has_is_an_error(word: int) -> None:
-    with pytest.raises(RankFailedError, match=f"target {word} is not in the vocabulary"):
+    with pytest.raises(RankFailedError, match=f"the target id {word} is not in the vocabulary"):
         World(2).run(wrong, word)
 
 
