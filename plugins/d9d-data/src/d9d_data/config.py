@@ -404,7 +404,7 @@ class TokensConfig(PackableConfig, TokenizedConfig):
         if self.labels is not None and self.mask is not None:
             raise ValueError("labels and mask exclude each other; name one")
         for name in ("special_tokens", "end_of_text"):
-            if name in self.model_fields_set:
+            if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect on records that are tokenised already; remove it")
         return self
 

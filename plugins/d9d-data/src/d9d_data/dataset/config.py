@@ -49,6 +49,6 @@ class DatasetConfig(PluginConfig):
     @model_validator(mode="after")
     def _fields_fit_each_other(self) -> Self:
         for name in ("padding", "side", "pad_multiple"):
-            if self.collate is not None and name in self.model_fields_set:
+            if self.collate is not None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect with collate, which makes the microbatches; remove one")
         return self
