@@ -253,7 +253,7 @@ def test_a_hugging_face_dataset_is_one() -> None:
     ("function", "fields", "message"),
     [
         ("absent", {}, r"items_of_the_user:absent cannot be imported: AttributeError: .*PYTHONPATH"),
-        ("constant", {}, r"items_of_the_user:constant is a int; name a function that returns a dataset"),
+        ("constant", {}, r"items_of_the_user:constant is a int, not a function"),
         ("raising", {}, r"items_of_the_user:raising raised FileNotFoundError with no arguments: no such place"),
         ("leaving", {}, r"items_of_the_user:leaving raised SystemExit"),
         ("sized", {"arguments": {"cuont": 3}}, r"raised TypeError with cuont: .*unexpected keyword argument 'cuont'"),
@@ -290,7 +290,7 @@ def test_a_hugging_face_dataset_is_one() -> None:
             {"padding": {}, "collate": "items_of_the_user:short"},
             r"'a' has shape \[1\] for 4 items; the first dim",
         ),
-        ("of", {"arguments": {"items": []}}, r"the dataset of items_of_the_user:of is empty"),
+        ("of", {"arguments": {"items": []}}, r"the dataset of items_of_the_user:of has no items"),
         ("of", {"arguments": {"items": [3]}}, r"item 0 of items_of_the_user:of is a int; return a mapping"),
         ("of", {"arguments": {"items": [{}]}}, r"item 0 of items_of_the_user:of is an empty mapping"),
         ("of", {"arguments": {"items": [{"text": "a"}]}}, r"item 0 .*: field 'text' is a str of <U1, not of numbers"),

@@ -111,7 +111,7 @@ def test_long_records_are_cut_and_records_with_nothing_to_learn_are_left_out(str
     assert targets(reader) == [-100] * 9 + list(range(10, 65))
     assert (reader.facts["cut_documents"], reader.facts["incomplete"], reader.facts["dropped"]) == (1, 1, 1)
     assert any("cut 1 of 2 records to 65 tokens" in note for note in notes)
-    with pytest.raises(DataError, match="100 tokens, more than a sequence's 65"):
+    with pytest.raises(DataError, match="100 tokens, but a sequence at most 65"):
         stream(long, too_long="error")
 
 
