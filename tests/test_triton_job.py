@@ -166,7 +166,10 @@ def test_on_a_cpu_nothing_is_interpreted_unasked(small_job: Write, d9d: D9d) -> 
 
 def test_a_kernel_of_an_optimizer_that_the_job_does_not_have_is_an_error(small_job: Write) -> None:
     notes: list[str] = []
-    with pytest.raises(BuildError, match="kernels.stochastic_adamw: the job calls no op 'stochastic_adamw'; its ops"):
+    with pytest.raises(
+        BuildError,
+        match="kernels.stochastic_adamw: the job calls no op 'stochastic_adamw'; remove it, or name an op of the job",
+    ):
         Job.load(small_job(kernels={"stochastic_adamw": "triton"})).build(notes.append)
     assert notes == []  # before data is prepared and weights are read
 

@@ -269,7 +269,7 @@ class TimeModel:
         return taken, moved
 
     def _reduce(self, blocks: Iterable[BlockCost]) -> tuple[float, float, float]:
-        """Seconds of reducing all gradients of blocks to shards, and over replicas, and bytes of the copies for this.
+        """Seconds to reduce the gradients of all blocks, to shards and over replicas, and bytes of the copies for this.
 
         Gradients with the parameters' dtype are reduced to shards in place, unless parameters are offloaded.
         """

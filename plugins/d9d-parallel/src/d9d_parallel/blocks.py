@@ -31,7 +31,7 @@ def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
         names = ", ".join(f"'{name}' ({type(owner).__name__})" for name, owner in owners.items())
         raise BuildError(
             f"strategy '{strategy}' found no block: {names} has none in this stage; "
-            "give the model layers, or remove the strategy from 'parallel'"
+            "use fewer stages or more layers, or remove the strategy from 'parallel'"
         )
     raise BuildError(
         f"strategy '{strategy}' needs model trait 'blocks', which no module of {type(stage).__name__} has; "

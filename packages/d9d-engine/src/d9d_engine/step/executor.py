@@ -212,7 +212,7 @@ class Executor:
         self.close_backward(action, visit, state)
 
     def open_backward(self, action: MicrobatchAction, state: StepState) -> tuple[Visit, list[Tensor | None]]:
-        """Begin a backward; return the state of the microbatch and the gradient of each of its roots."""
+        """Begin the backward of a microbatch; return its state, and the gradient of each tensor it starts from."""
         stage, microbatch = key = (action.stage, action.microbatch)
         visit = state.visits.pop(key)
         state.backwards[stage] -= 1

@@ -122,7 +122,7 @@ def agree(store: Store, env: ProcessEnv, identity: Identity, timeout: float) -> 
         arrived = wait_until(lambda: store.add("arrived", 0) >= env.world_size, timeout, pause)
         store.set("verdict", json.dumps(_judge(store, env) if arrived else _missing(store, env, timeout)))
     elif not wait_until(lambda: store.check(["verdict"]), timeout + min(30, timeout), pause):
-        raise TrainingError(f"rank 0 did not arrive within {timeout:g} s (timeouts.startup); did its process start?")
+        raise TrainingError(f"rank 0 did not arrive within {timeout:g} s (timeouts.startup); check that it was started")
     kind, text = json.loads(store.get("verdict"))
     if not kind:
         return

@@ -1,4 +1,4 @@
-"""Reason for the time of a step, from measured times, and the change that would help. Imports no torch."""
+"""Cause that limits the speed of a step, found from measured times, and changes that would help. Imports no torch."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def losses(tally: Tally, limit: Limit, words: Words) -> Iterator[str]:
     Args:
         tally: counts of the corpus.
         limit: token limit of a text.
-        words: terms for the dataset's records.
+        words: names of the dataset's records in messages, such as ``conversations``.
     """
     plural, most = words.plural, f"{limit.longest:,} tokens"
     if tally.cut:
@@ -151,11 +151,11 @@ def losses(tally: Tally, limit: Limit, words: Words) -> Iterator[str]:
 
 
 def readings(tally: Tally, words: Words, special_tokens: Literal["text", "token"]) -> Iterator[str]:
-    """Yield lines about records that can be read in two ways: with spelled special tokens, or arguments as strings.
+    """Yield a line about texts that spell a special token, and a line about tool-call arguments that are strings.
 
     Args:
         tally: counts of the corpus.
-        words: terms for the dataset's records.
+        words: names of the dataset's records in messages, such as ``conversations``.
         special_tokens: treatment of special tokens spelled in texts.
     """
     of = f"of {tally.records:,} {words.plural}"

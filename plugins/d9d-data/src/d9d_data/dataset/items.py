@@ -184,7 +184,7 @@ class Items:
         return self.asked(lambda: self.dataset[index], f"item {index} of {self.config.build}")
 
     def _checked(self, item: Any, index: int) -> Item:
-        """Item as arrays."""
+        """Convert the fields of an item to arrays; raise ``DataError`` if the item is no mapping or has no fields."""
         where = f"data.build: item {index} of {self.config.build}"
         if not isinstance(item, Mapping):
             raise DataError(

@@ -42,7 +42,9 @@ class BuiltFirstPass:
     model: nn.Module | None = None
 
     def over(self, stream: DataStream, where: str) -> FirstPassRunner:
-        """Runner of the first pass for the packs of a stream. Collective over all ranks.
+        """Build the runner of a first forward pass over each batch, such as the pass of a reference model.
+
+        Collective over all ranks.
 
         Args:
             stream: stream at its start; its position is restored.
