@@ -106,7 +106,7 @@ class BalancedRouter(nn.Module):
 
     @torch.no_grad()
     def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
-        """If a balancer has a rule for the selection bias, update the bias from the rows that each expert got in the step."""
+        """Update the selection bias from the rows that each expert got in the step, if a balancer has a rule for it."""
         if self._update is not None:
             bias = self.get_buffer("selection_bias")
             bias.copy_(torch.where(finite, self._update.moved(bias, tallies["expert_tokens"]), bias))
