@@ -1,4 +1,4 @@
-"""Declaration of the tasks, inference tasks, metrics, and backends of ops with fused PyTorch kernels."""
+"""Declaration of tasks, inference tasks, metrics, a capability, and backends of ops with fused PyTorch kernels."""
 
 from __future__ import annotations
 

@@ -59,6 +59,6 @@ def _checked(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
 
 
 def versions_of(plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Versions of the plugins in a manifest, by package; plugins without version and digest are left out."""
+    """Versions of the plugins in a manifest, by name, or else their digests; plugins that have neither are left out."""
     found = {name: facts["version"] or facts["sha256"][:12] for name, facts in plugins.items()}
     return {name: text for name, text in found.items() if text}

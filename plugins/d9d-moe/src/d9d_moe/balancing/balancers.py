@@ -25,8 +25,7 @@ class SequenceBalance:
     scores: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. f_i counts the experts actually chosen, which may
     differ from the k best scores of equation 18 because of a bias or of groups.
 
-    The loss does not depend on the layout as long as each rank has whole samples: if ranks share the positions of a
-    sample, each part is balanced separately.
+    The loss does not depend on the layout: if ranks share the positions of a sample, the router gathers all choices.
     """
 
     coefficient: float

@@ -131,7 +131,7 @@ class Plan:
     blocks: Any
 
     def parts(self, source: int) -> Sequence[Part]:
-        """Parts of the attention of this rank's queries to another rank's keys, without parts that are masked out."""
+        """Blocks of the attention of this rank's queries to one rank's keys, without blocks that are masked out."""
         mine, theirs = (self._positions(rank) for rank in (self.ranks.rank, source))
         found = self.blocks.prepare(mine, theirs, self.documents, self.window, self.device)
         return [Part(*part) for part in found]
