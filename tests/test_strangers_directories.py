@@ -340,6 +340,7 @@ IMPORTERS = {
     "packages/d9d-core/src/d9d_core/registry/single_file.py",
     "packages/d9d-inference/src/d9d_inference/generation/library.py",
     "plugins/d9d-data/src/d9d_data/dataset/items.py",
+    "plugins/d9d-data/src/d9d_data/new_job/samples.py",
     "plugins/d9d-data/src/d9d_data/sources/opening.py",
     "plugins/d9d-flash-attention/src/d9d_flash_attention/backend.py",
     "plugins/d9d-metrics/src/d9d_metrics/confusion/statistics.py",

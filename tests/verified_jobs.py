@@ -67,6 +67,9 @@ def companions(files: Mapping[str, str]) -> dict[tuple[str, str], dict[str, Any]
             "task": "dpo", "model": published, "data": preference, "metrics": ["preference"],
         },
         ("dataset", "text"): {"data": text},
+        ("dataset", "tokens"): {
+            "model": published, "data": {"name": "tokens", "sources": [files["tokens"]], "sequence_length": 24},
+        },
         ("optimizer", "sgd"): {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
         ("optimizer", "stochastic_adamw"): {"precision": {"parameters": "bfloat16"}},
         ("optimizer", "torch"): {"optimizer": {"name": "torch", "target": "torch.optim.RAdam", "lr": 0.01}},
@@ -99,6 +102,7 @@ def _files(directory: Path) -> dict[str, str]:
         "labelled": [{"text": f"number {n}", "label": "odd" if n % 2 else "even"} for n in numbers],
         "tagged": [{"tokens": ["it", f"{n}"], "labels": ["word", "number"]} for n in numbers],
         "pairs": [{"query": f"{n}?", "positive": f"it is {n}"} for n in numbers],
+        "tokens": [{"input_ids": [n % 8 + one for one in range(3 + n % 14)]} for n in numbers],
         "preference": [
             {
                 "prompt": [{"role": "user", "content": f"{n}?"}],

@@ -65,12 +65,11 @@ def test_experts_train_the_same_on_several_ranks() -> None:
     assert_passed(Harness(values("qwen3_moe", SIZES | EXPERTS), PLUGINS).compare(layouts))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "balancing"),
     [
-        ("qwen3_moe", [{"name": "auxiliary_loss", "coefficient": 0.01}]),
-        ("deepseek_v3", [{"name": "bias_update", "rate": 0.01}, "z_loss"]),
+        pytest.param("qwen3_moe", [{"name": "auxiliary_loss", "coefficient": 0.01}], marks=pytest.mark.full),
+        pytest.param("deepseek_v3", [{"name": "bias_update", "rate": 0.01}, "z_loss"], marks=pytest.mark.thorough),
     ],
 )
 def test_balanced_experts_train_the_same_in_every_layout(kind: str, balancing: list[Any]) -> None:
