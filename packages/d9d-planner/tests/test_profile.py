@@ -114,7 +114,8 @@ def test_the_cause_of_a_job_on_a_cpu_is_found(
         "plugins": ["./slow.py"], "task": "causal_lm", "optimizer": {"name": "adamw", "lr": 0.01}, "data": data,
         "model": {"name": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2,
                   "num_attention_heads": 2, "num_key_value_heads": 1},
-        "batch": {"size": 2 if data == "slow" else 16, "microbatch": 1}, "steps": 5, "device": "cpu", "checkpoint": {"every": 1},
+        "batch": {"size": 2 if data == "slow" else 16, "microbatch": 1}, "steps": 5, "device": "cpu",
+        "checkpoint": {"every": 1},
     }  # fmt: skip
     Path("job.yaml").write_text(yaml.safe_dump(job))
     result = CliRunner().invoke(app, ["job.yaml", "--steps", "12"], catch_exceptions=False)
