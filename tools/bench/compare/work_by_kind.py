@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_engine.profiling.ranges import PREFIX
-from d9d_engine.profiling.summary import STEP, Span, time_by_kind
+from d9d_engine.profiling.profiler import spans_of
+from d9d_engine.profiling.summary import STEP, time_by_kind
 from settings import Setting
 from timing import synchronise
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -28,17 +28,7 @@ def work_by_kind(step: Callable[[], Any], device: torch.device) -> dict[str, flo
             with record_function(f"{STEP}#{number}"):
                 step()
         synchronise()
-    spans = [
-        Span(
-            event.name,
-            event.time_range.start,
-            event.time_range.end,
-            event.device_type.name != "CPU",
-            bool(event.is_user_annotation) or event.name.startswith((PREFIX, STEP)),
-        )
-        for event in recorded.events() or ()
-    ]
-    times, _ = time_by_kind(spans, RECORDED)
+    times, _ = time_by_kind(spans_of(recorded), RECORDED)
     return {kind: microseconds / 1e3 / RECORDED for kind, microseconds in times.items()}
 
 

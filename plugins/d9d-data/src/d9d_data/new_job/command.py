@@ -50,7 +50,7 @@ def new_job(
 
 
 def _write(name: str, kind: Kind, model: str | None, data: list[str], teacher: str, file: Path) -> None:
-    """Look at what is given, say what is chosen, and write the job file."""
+    """Find facts about the model and the records, print the choices, and write the job file."""
     from d9d_data.new_job.found import gpus, look_at_model, look_at_records, proposed_length
     from d9d_data.new_job.text import Plan, job_text
 

@@ -133,7 +133,7 @@ def look_at_records(sources: Sequence[str], kind: Kind, tokenizer: Path | None) 
 
 
 def proposed_length(records: Records, model: Model | None) -> int:
-    """Positions of a sample: enough for most looked-at records, at most what the model supports."""
+    """Number of positions of a sample that holds most records; at most the positions that the model supports."""
     wanted = _LONGEST if records.longest is None else int(records.longest * 1.2) + _MULTIPLE
     limit = min(_LONGEST, (model and model.positions) or _LONGEST)
     return min(-(-wanted // _MULTIPLE) * _MULTIPLE, limit)
