@@ -1,4 +1,4 @@
-"""Jobs that ``d9d new job`` writes: they load, fit the model and the records, and say what was chosen."""
+"""Jobs that ``d9d new job`` writes load, fit the model and the records, and name the choices."""
 
 from __future__ import annotations
 
