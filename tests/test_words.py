@@ -87,8 +87,9 @@ def _put(values: dict[str, Any], place: str, value: Any) -> None:
 def refusal(entry: dict[str, Any], directory: Path) -> str:
     """Message about the typed word; empty if d9d accepts the word."""
     where, typed = str(entry["where"]), str(entry["typed"])
-    if where in ("command", "option of train"):
-        done = CliRunner().invoke(app, [typed] if where == "command" else ["train", "job.yaml", typed, "1"])
+    if where == "option of train" or where.partition(" ")[0] == "command":
+        arguments = ["train", "job.yaml", typed, "1"] if where == "option of train" else [*where.split()[1:], typed]
+        done = CliRunner().invoke(app, arguments)
         text = str(done.exception) if isinstance(done.exception, D9dError) else done.stderr
         return " ".join(re.sub(r"[╭╮╰╯│─]", " ", text).split())
     values, place = job_of(entry)
@@ -156,6 +157,11 @@ def test_every_word_from_elsewhere_gets_the_right_hint(tmp_path: Path) -> None:
         ("component of model", "./Qwen3", "for a directory of weights write model: {pretrained: DIRECTORY}"),
         ("component of dataset", "train.jsonl", "unknown dataset 'train.jsonl'; for files write data: {name: text, "),
         ("command", "export", "No such command 'export'; use d9d state convert RUN DIRECTORY"),
+        ("command state", "export", "No such command 'export'; use d9d state convert RUN DIRECTORY"),
+        ("command new", "sft", "No such command 'sft'; use d9d new job KIND"),
+        ("command data", "tokenize", "No such command 'tokenize'; use d9d data show JOB"),
+        ("command state", "convrt", "No such command 'convrt'. Did you mean 'convert'?"),
+        ("command state", "paint", "No such command 'paint'; d9d state has: show, convert, "),
         ("command", "serve", "there is none in d9d: d9d serves no requests"),
         ("job file top level", "optimiser", "did you mean 'optimizer'?"),
         ("section optimizer", "lrr", "did you mean 'lr'?"),

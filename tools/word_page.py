@@ -46,8 +46,8 @@ def _elsewhere(row: Row) -> str:
     """Spellings, after the place where they are typed unless that is any section of the job file."""
     place, _, of = row.at.partition(" of ")
     words = ", ".join(f"`{word}`" for word in row.words)
-    if row.at == "command":
-        return ", ".join(f"`d9d {word}`" for word in row.words)
+    if row.at.partition(" ")[0] == "command":
+        return ", ".join(f"`{row.at.replace('command', 'd9d', 1)} {word}`" for word in row.words)
     if row.at == "option":
         return ", ".join(f"`--{word}`" for word in row.words)
     if place == "value":

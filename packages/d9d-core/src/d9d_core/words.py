@@ -31,7 +31,7 @@ class Row:
         ours: place in the job file, piece of a job file, name of a component, or command; ``None`` if there is none.
         note: further explanation; what to do instead if there is none.
         at: place where the words are typed: ``field`` of any section, ``field of SECTION``, ``field of a component``,
-            ``value of FIELD``, a kind of component such as ``strategy``, ``command``, or ``option``.
+            ``value of FIELD``, a kind of component such as ``strategy``, ``command``, ``command GROUP``, or ``option``.
         tools: tools that use the words.
     """
 

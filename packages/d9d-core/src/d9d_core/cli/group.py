@@ -25,7 +25,6 @@ from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import FOUNDATION, PluginPolicy
 from d9d_core.registry.registry import Registry
 from d9d_core.untrusted import visible
-from d9d_core.words import find
 
 
 class PluginGroup(typer.core.TyperGroup):
@@ -62,8 +61,6 @@ class PluginGroup(typer.core.TyperGroup):
         """
         name = args[0]
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing:
-            if row := find(name, ["command"]):
-                ctx.fail(f"No such command {name!r}; {row.hint(name)}.")
             known = (key.partition(" ")[0] for key in KnownPlugins.shipped().names("command"))
             names = {*self.list_commands(ctx), *known}
             if near := difflib.get_close_matches(name, sorted(names)):

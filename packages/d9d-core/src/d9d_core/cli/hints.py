@@ -1,4 +1,4 @@
-"""Hints in errors of the command line: unknown options, and commands without their job file."""
+"""Hints in errors of the command line: unknown commands and options, and commands without their job file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from d9d_core.words import find
 #: How to get a job file; the command belongs to d9d-data.
 NEW_JOB = "To write a job file: d9d new job --help"
 _PLACE = re.compile(r"[a-z_]+(\.[a-z_]+)*")
+_UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'")
 
 
 @contextmanager
@@ -27,6 +28,12 @@ def hints_added() -> Iterator[None]:
             if hint := _option_hint(option, takes_fields):
                 error.message += f"; {hint}"  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]
+        elif context is not None and (command := _UNKNOWN_COMMAND.match(error.message)):  # type: ignore[attr-defined]
+            if row := find(command[1], [f"command {context.command.name}", "command"]):
+                error.message = f"{command[0]}; {row.hint(command[1])}."  # type: ignore[attr-defined]
+            elif context.parent and error.message == f"{command[0]}.":  # type: ignore[attr-defined]
+                names = ", ".join(context.command.list_commands(context))
+                error.message = f"{command[0]}; {context.command_path} has: {names}."  # type: ignore[attr-defined]
         elif context is not None and getattr(getattr(error, "param", None), "metavar", None) == "JOB":
             error.message = NEW_JOB  # type: ignore[attr-defined]
         raise
