@@ -11,10 +11,10 @@ D9D_API = 2
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Declare the command ``d9d state``, which shows, converts and compares model weights."""
+    """Declare the command ``d9d state``, which shows, converts, compares and uploads model weights."""
     yield CommandSpec(
         name="state",
-        summary="Inspect, convert and compare checkpoints.",
+        summary="Inspect, convert, compare and publish checkpoints.",
         requires=frozenset({"import:torch"}),
         app=Ref("d9d_weights.state.command:app"),
     )

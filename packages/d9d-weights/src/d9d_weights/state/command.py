@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from d9d_core.cli.options import AsJson, Files, NoPlugins, command_app, discover_plugins, echo
 
-app = command_app("state", "Inspect, convert and compare checkpoints.")
+app = command_app("state", "Inspect, convert, compare and publish checkpoints.")
 
 Source = Annotated[str, typer.Argument(help="Model directory, .safetensors file, run, checkpoint, or fsspec address.")]
 
@@ -55,6 +56,34 @@ def state_convert(
 
     asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads, keep_from)
     echo(convert_state(asked, discover_plugins(plugin, no_plugins)))
+
+
+@app.command("push")
+def state_push(
+    source: Annotated[str, typer.Argument(help="Model directory, adapter directory, or run.")],
+    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the Hugging Face Hub.")],
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; private by default.")] = False,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="The Hub's name of an adapter's base model.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Existing branch; main by default.")] = None,
+    message: Annotated[str, typer.Option(metavar="TEXT", help="Message of the commit.")] = "Upload with d9d",
+    yes: Annotated[bool, typer.Option("--yes", help="Upload without a question.")] = False,
+) -> None:
+    """List the files of an export, and upload them to the Hugging Face Hub after a question.
+
+    'hf auth login' or the variable HF_TOKEN gives the token, which d9d neither reads nor stores.
+    """
+    from d9d_weights.state.push import Push, push_state
+
+    def agreed() -> bool:
+        if yes or not sys.stdin.isatty():
+            return yes
+        return typer.confirm("upload these files?")
+
+    asked = Push(source, repository, public, revision, message, base_model)
+    done = push_state(asked, agreed)
+    echo(done or "nothing was uploaded; to upload without a question, add --yes")
 
 
 @app.command("diff")

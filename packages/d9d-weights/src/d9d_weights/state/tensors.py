@@ -23,6 +23,7 @@ from d9d_core.terminal.console import console_for
 from d9d_core.types import TensorSpec
 from d9d_core.untrusted import visible
 from pydantic import ValidationError
+from rich.filesize import decimal
 from rich.table import Table
 
 from d9d_weights.checkpoint.pretrained import job_state_graph
@@ -89,7 +90,7 @@ def _print_tensors(specs: Mapping[str, TensorSpec], as_json: bool) -> None:
     console_for().print(table)
     numbers = sum(math.prod(spec.shape) for spec in specs.values())
     size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
-    console_for().print(f"{len(specs)} tensors, {numbers:,} numbers, {size / 2**30:,.2f} GiB")
+    console_for().print(f"{len(specs)} tensors, {numbers:,} numbers, {decimal(size)}")
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def convert_state(asked: Conversion, registry: Registry) -> str:
         size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in graph.specs.values())
         with ByteBar("converting", size) as bar:
             files = convert(graph, tensors, asked.target, config, others, asked.shard_bytes, asked.threads, bar.add)
-    return f"{len(graph.outputs)} tensors, {size / 2**30:,.2f} GiB in {len(files)} files at {asked.target}"
+    return f"{len(graph.outputs)} tensors, {decimal(size)} in {len(files)} files at {asked.target}"
 
 
 def _refuse_taken(target: str) -> None:
