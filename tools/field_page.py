@@ -19,6 +19,7 @@ from d9d_core.registry.entries import Entry
 from d9d_core.registry.hooks import KINDS
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
+from word_page import spellings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "fields.md"
@@ -57,6 +58,19 @@ def _default(field: ConfigField) -> str:
     return "required" if field.default is None else _cell(f"`{field.default}`")
 
 
+def _meaning(entry: Entry, field: ConfigField) -> str:
+    words = spellings(f"{entry.kind.section}.{field.name}")
+    return f"{_cell(field.meaning)} In other tools: {words}." if words else _cell(field.meaning)
+
+
+def _elsewhere(entry: Entry) -> str:
+    """Sentence with the words of other tools for a component."""
+    name, section = entry.spec.key, entry.kind.section
+    pieces = (name, f"{section}: [{name}]", f"{section}: {{name: {name}}}")
+    words = ", ".join(filter(None, map(spellings, pieces)))
+    return f"In other tools: {words}." if words else ""
+
+
 def page() -> str:
     """Text of the page."""
     found = list(components())
@@ -68,9 +82,10 @@ def page() -> str:
             kind = entry.kind.name
             lines.append(f"## {entry.kind.name}\n")
         lines.append(f"### {entry.spec.key}\n")
-        lines.append(f"`{entry.spec.key}` of {manual(entry)}: {entry.spec.summary}\n")
+        elsewhere = f" {words}" if (words := _elsewhere(entry)) else ""
+        lines.append(f"`{entry.spec.key}` of {manual(entry)}: {entry.spec.summary}{elsewhere}\n")
         rows = [
-            f"| `{field.name}` | {_cell(field.kind)} | {_default(field)} | {_cell(field.meaning)} |"
+            f"| `{field.name}` | {_cell(field.kind)} | {_default(field)} | {_meaning(entry, field)} |"
             for field in fields_of(load_config(entry))
         ]
         head = ["| field | accepts | default | meaning |", "|---|---|---|---|"]

@@ -1,13 +1,14 @@
-"""Writes docs/words.md: words of other training tools, each with the word of d9d.
+"""Writes docs/words.md, words of other training tools with the words of d9d, and their paragraphs of docs/job-file.md.
 
-    uv run python tools/word_page.py           write the page
-    uv run python tools/word_page.py --check   exit with 1 if it is out of date
+    uv run python tools/word_page.py           write the pages
+    uv run python tools/word_page.py --check   exit with 1 if one is out of date
 
 The words come from d9d-core's table ``words.json``, which also gives the hints of error messages.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from d9d_core.words import ANY, Row, topics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "words.md"
+JOB_FILE = ROOT / "docs" / "job-file.md"
+MARKS = "<!-- words: written by tools/word_page.py -->", "<!-- end of words -->"
+_BLOCK = re.compile(rf"\n{MARKS[0]}.*?{MARKS[1]}\n", re.DOTALL)
 HEAD = """# Words of other tools
 
 Words of other training tools, each with the word of d9d. An error message about one of these words gives the same hint,
@@ -59,6 +63,27 @@ def _elsewhere(row: Row) -> str:
     return f"name in `{next(kind.section for kind in KINDS if kind.name == row.at)}`: {words}"
 
 
+def spellings(ours: str) -> str:
+    """Words of other tools for a field, such as ``optimizer.lr``, or a component; empty if there are none."""
+    rows = [row for _, some in topics() for row in some if row.ours == ours and ANY not in row.words]
+    words = dict.fromkeys(word for row in rows for word in row.words if word != ours.rpartition(".")[2])
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def job_file() -> str:
+    """Text of docs/job-file.md, in which a paragraph with words of other tools follows each table of fields."""
+    text = _BLOCK.sub("", JOB_FILE.read_text("utf-8"))
+    return re.sub(r"\| field \| default \| meaning \|\n(\|.*\n)+", _with_words, text)
+
+
+def _with_words(table: re.Match[str]) -> str:
+    fields = re.findall(r"^\| `([\w.]+)` ", table[0], re.MULTILINE)
+    found = [f"`{field}` ({words})" for field in fields if (words := spellings(field))]
+    if not found:
+        return table[0]
+    return f"{table[0]}\n{MARKS[0]}\nIn [other tools](words.md): {'; '.join(found)}.\n{MARKS[1]}\n"
+
+
 def _ours(row: Row) -> str:
     note = row.note.replace("|", "\\|").replace("<", "&lt;")
     if row.ours is None:
@@ -71,12 +96,14 @@ def main() -> None:
     """Write or check the page."""
     if set(sys.argv[1:]) - {"--check"}:
         raise SystemExit(__doc__)
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.is_file() or text != PAGE.read_text("utf-8"):
-            raise SystemExit("docs/words.md is out of date; run: uv run python tools/word_page.py")
+    texts = {PAGE: page(), JOB_FILE: job_file()}
+    if "--check" not in sys.argv[1:]:
+        for file, text in texts.items():
+            file.write_text(text, "utf-8", newline="\n")
         return
-    PAGE.write_text(text, "utf-8", newline="\n")
+    for file, text in texts.items():
+        if not file.is_file() or text != file.read_text("utf-8"):
+            raise SystemExit(f"docs/{file.name} is out of date; run: uv run python tools/word_page.py")
 
 
 if __name__ == "__main__":
