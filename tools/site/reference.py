@@ -13,6 +13,14 @@ from roles import comment_of
 SUITES = "d9d_testing.suites"
 #: Packages whose modules with ``__all__`` are documented; in the first two, one page per folder.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
+#: Modules of the first page, in the order in which a script uses them: the job, the trainer and its steps, the result.
+FIRST = ("d9d_engine.job", "d9d_engine.run.trainer", "d9d_engine.run.life_cycle", "d9d_engine.compose.plan",
+         "d9d_engine.trackers.config")  # fmt: skip
+#: Methods of a job in the order of use; most of them are its bases' methods.
+JOB_OPTIONS = (
+    "    options: {members: [load, from_values, plan, build, joined], inherited_members: true, "
+    "preload_modules: [d9d_core]}"
+)
 
 
 def file_of(root: Path, module: str) -> Path:
@@ -34,13 +42,13 @@ def public_names(root: Path, module: str) -> list[str]:
 
 
 def declared(root: Path) -> dict[str, list[str]]:
-    """Page -> its modules: a top-level module of d9d-core, a folder of core or of d9d-weights, all of d9d-engine."""
-    found: dict[str, list[str]] = {}
+    """Page -> its modules: all of d9d-engine first, then a top-level module or a folder of d9d-core or d9d-weights."""
+    found: dict[str, list[str]] = {"d9d_engine": [*FIRST]}
     for package in FOUNDATION:
         source = root / "packages" / package.replace("_", "-") / "src"
         for file in sorted((source / package).rglob("*.py")):
             module = ".".join(file.relative_to(source).with_suffix("").parts)
-            if file.name != "__init__.py" and public_names(root, module):
+            if file.name != "__init__.py" and module not in FIRST and public_names(root, module):
                 page = package if package == "d9d_engine" else ".".join(module.split(".")[:2])
                 found.setdefault(page, []).append(module)
     return found
@@ -63,7 +71,8 @@ def pages(root: Path) -> dict[str, str]:
         lines = [f"# {page}", ""]
         for module in modules:
             lines += ["", *([f"## {module}", ""] if modules != [page] else []), _introduction(root, module), ""]
-            lines += [line for name in public_names(root, module) for line in (f"::: {module}.{name}", "")]
+            options = [JOB_OPTIONS] if module == FIRST[0] else []
+            lines += [line for name in public_names(root, module) for line in (f"::: {module}.{name}", *options, "")]
         found[page] = "\n".join(lines)
     lines = [f"# {SUITES}", "", "Conformance suites: derive a class, say what to test, and run pytest.", ""]
     for name, module in suites(root).items():
