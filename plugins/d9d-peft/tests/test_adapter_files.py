@@ -17,7 +17,7 @@ from d9d_peft.lora.method import Lora
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import World
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 peft = pytest.importorskip("peft")
@@ -38,7 +38,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora of the vocabulary": {"name": "lora", "r": 4, "alpha": 3, "targets": ["embedding", "heads.*", "q_proj"]},
     "dora": {"name": "dora", "r": 4, "alpha": 6, "exclude": ["o_proj"]},
     "ia3": {"name": "ia3", "targets": ["k_proj", "v_proj"], "feedforward": ["down_proj"]},
-}
+    "lora with patterns and modules": {
+        "name": "lora", "r": 4, "alpha": 8, "modules_to_save": ["heads.*", "norm", "k_norm"],
+        "rank_pattern": {"layers.1.*": 2, "q_proj": 8}, "alpha_pattern": {"v_proj": 3},
+    },
+    "dora with patterns and modules": {
+        "name": "dora", "r": 4, "alpha": 8, "modules_to_save": "embedding", "rank_pattern": {"q_proj": 8},
+    },
+}  # fmt: skip
 TOKENS = torch.arange(12)[None] * 7
 
 
@@ -284,20 +291,28 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "eva_config": ({"rho": 2.0},),
     "megatron_core": ("megatron.core",),
     "qalora_group_size": (16,),
+    "modules_to_save": (["lm_head"],),  # tensors show these modules
+    "rank_pattern": ({"q_proj": 4}, {"k_proj": 2, "^layers.0.self_attn.q_proj": 2, "attn": 2}, {".*q_proj": 4}),
+    "alpha_pattern": ({"model.layers.0.self_attn.q_proj": 8}, {"layers.0.*q_proj|.*k_proj": 8.0}),
 }
 HARMFUL = {
     "init_lora_weights": ("pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga", "something new", {"a": 1}),
     "layers_to_transform": ([0], 0, [5], [[1]]),
     "target_modules": (["k_proj"], ["proj"]),
     "exclude_modules": (["q_proj"], ["model.layers.1.mlp.up_proj"]),
+    "rank_pattern": ({"q_proj": 2}, {"attn.q_proj|self_attn.q_proj": 2, "q_proj": 4}, {"(q_proj": 4}, [1], "on"),
+    "alpha_pattern": ({r"layers\.0\..*": 2.0}, {"^model.layers.0.self_attn.q_proj": 2}, {"(a+)+": 8}, {"q_proj": "a"}),
     "a_field_of_the_next_release": ({"rank": 1}, "on", True, 1),
 }
 COMPARED = {"r", "lora_alpha", "use_rslora", "peft_type", "target_modules", "layers_pattern"}
 
 
 def start_from(config: dict[str, Any], tuned: Path) -> None:
-    method = Lora(LoraConfig(r=4, alpha=8, rs_lora=True))
-    method.check_adapter(config, load_file(tuned / "adapter_model.safetensors").keys())
+    method = Lora(LoraConfig(r=4, alpha=8, rs_lora=True, targets="q_proj"))
+    stage = nn.ModuleDict({"q_proj": nn.Linear(8, 8)})
+    method.inject(stage)
+    published = {"q_proj.weight": "model.layers.0.self_attn.q_proj.weight"}
+    method.check_adapter(stage, published, config, load_file(tuned / "adapter_model.safetensors").keys())
 
 
 def test_every_field_of_the_library_is_known_to_be_harmless_or_refused(tuned: Path) -> None:
@@ -498,3 +513,86 @@ def test_experts_spread_over_ranks_write_the_same_adapter(experts: Path, tmp_pat
     assert spread.keys() == alone.keys()
     for name, tensor in spread.items():
         torch.testing.assert_close(tensor, alone[name], atol=1e-4, rtol=1e-3)
+
+
+MODULES = {"name": "lora", "r": 4, "alpha": 8, "targets": ["q_proj", "v_proj"], "modules_to_save": ["heads.*", "norm"]}
+PATTERNS = {**MODULES, "rank_pattern": {"layers.1.*": 2}, "alpha_pattern": {"v_proj": 3}}
+
+
+@pytest.mark.filterwarnings("ignore:.*layer_replication")
+def test_an_adapter_that_the_library_made_starts_a_run_whose_export_computes_the_same(
+    base: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM",
+        modules_to_save=["lm_head", "model.norm"], rank_pattern={r"layers\.1\..*": 2}, alpha_pattern={"v_proj": 3},
+    )  # fmt: skip
+    library = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
+    with torch.no_grad():
+        for name, parameter in library.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    expected = logits(library)
+    library.save_pretrained(tmp_path / "theirs")
+    method = {**PATTERNS, "init_from": str(tmp_path / "theirs")}
+    trainer = job_of(values(base, tmp_path, peft=method, export="adapter"), PLUGINS).build(lambda _: None)
+    trained = {name for name, parameter in trainer.stage.named_parameters() if parameter.requires_grad}
+    (head,) = (name for name in trained if name.startswith("heads."))
+    assert {name for name in trained if "lora" not in name} == {head, "norm.weight"}
+    with torch.no_grad():
+        ours = trainer.stage.eval()(tokens=TOKENS, positions=torch.arange(TOKENS.shape[1])[None])["logits"]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    trainer.export()
+    adapter = tmp_path / "runs" / "tuned" / "adapter"
+    saved, written = (load_file(one / "adapter_model.safetensors") for one in (tmp_path / "theirs", adapter))
+    assert saved.keys() == written.keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in saved.items())
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["lm_head", "model.norm"]
+    attention = "model.layers.1.self_attn"
+    assert config["rank_pattern"] == {f"{attention}.q_proj": 2, f"{attention}.v_proj": 2}
+    assert config["alpha_pattern"] == {f"model.layers.{layer}.self_attn.v_proj": 3.0 for layer in (0, 1)}
+    again = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), adapter)
+    torch.testing.assert_close(logits(again), expected, atol=1e-6, rtol=1e-6)
+    for change, text in (
+        ({"rank_pattern": {"layers.1.*": 3}},
+         r"rank for 'model.layers.1.self_attn.q_proj' is 2, but the job's is 3; .* "
+         r"peft.rank_pattern: \{layers.1.attention.q_proj: 2, layers.1.attention.v_proj: 2\}$"),
+        ({"alpha_pattern": {}}, "alpha for 'model.layers.0.self_attn.v_proj' is 3, but the job's is 8.0; "),
+        ({"modules_to_save": ["norm"]}, "base_model.model.lm_head.weight, but peft selects .* peft.modules_to_save"),
+        ({"modules_to_save": ["heads.*", "*norm"]}, "the adapter file has no tensor base_model.model.model.layers.0."),
+    ):  # fmt: skip
+        run = {"run": {"name": "again", "dir": str(tmp_path / "runs")}}
+        with pytest.raises(CheckpointError, match=text):
+            job_of(values(base, tmp_path, peft={**method, **change}, **run), PLUGINS).build(lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        (
+            {"rank_pattern": {"k_proj": 2}},
+            "peft.rank_pattern: no targets match 'k_proj'; did you mean 'v_proj' or 'q_proj'",
+        ),
+        ({"alpha_pattern": {"a.b": 2}}, "peft.alpha_pattern: no targets match 'a.b'; there are: q_proj, v_proj"),
+        ({"rank_pattern": {"v_proj": 17}}, "peft.rank_pattern.v_proj: a rank of 17 is larger than the matrix of"),
+        ({"modules_to_save": "nrm"}, "peft.modules_to_save: no modules match 'nrm'; did you mean 'norm'"),
+        ({"modules_to_save": "rotary"}, "peft.modules_to_save: 'rotary' has no parameters; name another module"),
+        ({"modules_to_save": "layers.1"}, "'layers.1.attention.q_proj' is also in peft.targets, .* peft.exclude"),
+    ],
+)
+def test_patterns_and_modules_that_do_not_fit_are_refused(
+    base: Path, tmp_path: Path, method: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(BuildError, match=text):
+        job_of(values(base, tmp_path, peft={**MODULES, **method}), PLUGINS).plan()
+
+
+@pytest.mark.parametrize("module", ["embedding", "heads.*"])
+def test_modules_that_share_a_weight_are_refused(base: Path, tmp_path: Path, module: str) -> None:
+    tied = tmp_path / "tied"
+    settings = {**json.loads((base / "config.json").read_text()), "tie_word_embeddings": True}
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings)).save_pretrained(tied)
+    with pytest.raises(BuildError, match="embedding and head share the weight .* untie them"):
+        job_of(values(tied, tmp_path, peft={**MODULES, "modules_to_save": module}), PLUGINS).plan()

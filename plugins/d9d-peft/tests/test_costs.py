@@ -38,6 +38,20 @@ def test_an_update_is_two_small_products_and_passes_over_inputs_and_outputs() ->
     assert (dropping.kept, dropping.traffic, dropping.backward_traffic) == (28 + 63, 462 + 126, 490 + 63)
 
 
+def test_a_pattern_gives_the_rank_and_modules_to_save_are_trained() -> None:
+    patterns = {"rank_pattern": {"block.*": 3, "q_proj": 9}}
+    assert of_lora("linear", (5, 3), **patterns).parameters == 24
+    assert of_lora("bank", (4, 3, 5), rank_pattern={"experts.up": 3}).parameters == 4 * 24
+    dora = DoraConfig(r=2, **patterns, modules_to_save=("norm",))
+    assert costs.dora(dora, "block.q_proj.weight", weight(), ROWS, PLAIN).parameters == 24 + 5
+    saved = LoraConfig(targets=("q_proj",), modules_to_save=("heads.*", "norm"))
+    for method in (saved, dora):
+        kind: Any = costs.lora if method is saved else costs.dora
+        assert kind(method, "norm.weight", weight("other", (5,)), ROWS, PLAIN) == AdapterCost(trains=True)
+        assert kind(method, "k_norm.weight", weight("other", (5,)), ROWS, PLAIN) == NOTHING
+    assert costs.lora(saved, "heads.lm.weight", weight("head"), ROWS, PLAIN).trains
+
+
 def test_updates_of_banks_embeddings_and_heads_differ() -> None:
     # A bank has [experts, in, out]; all others have [out, in].
     assert of_lora("bank", (4, 3, 5)) == AdapterCost(

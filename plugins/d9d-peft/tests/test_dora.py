@@ -82,5 +82,5 @@ def test_banks_of_experts_and_adapters_without_magnitudes_are_refused() -> None:
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 3.0, "use_rslora": False}
     method = Dora(DoraConfig(r=2, alpha=3))
     with pytest.raises(CheckpointError, match=r"the adapter has no magnitudes \(use_dora\), but peft is 'dora'"):
-        method.check_adapter(lora, [])
-    method.check_adapter(lora | {"use_dora": True}, [])
+        method.check_adapter(nn.Module(), {}, lora, [])
+    method.check_adapter(nn.Module(), {}, lora | {"use_dora": True}, [])

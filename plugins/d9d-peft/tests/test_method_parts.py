@@ -106,7 +106,7 @@ def test_scales_in_a_file_are_columns_or_rows(scaled: tuple[Any, Ia3]) -> None:
     with pytest.raises(CheckpointError, match="do not have the weight of 'down' as one tensor"):
         method.adapter_config(stage, {"up.weight": "m.up.weight"})
     with pytest.raises(CheckpointError, match="the adapter has peft_type 'LORA', but the job's peft is 'ia3'"):
-        method.check_adapter({"peft_type": "LORA"}, [])
+        method.check_adapter(stage, published, {"peft_type": "LORA"}, [])
 
 
 def test_a_layer_has_one_scale_and_patterns_match_whole_names_or_last_parts() -> None:
@@ -173,13 +173,16 @@ def test_files_of_low_rank_updates_have_the_names_of_the_library() -> None:
         "r": 2,
         "lora_alpha": 3.0,
         "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": None,
         "lora_dropout": 0.25,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     assert method.adapter_config(stage, published) == expected
-    assert files.config_json(config, ["m.up"], has_banks=True) == {**expected, "lora_dropout": 0.0}
+    assert files.config_json(config, {}, ["m.up"]) == {**expected, "lora_dropout": 0.0}
     own = {name: tensor for name, tensor in stage.state_dict().items() if "lora" in name}
     there = run(method.adapter_exporter(stage, published), own)
     assert set(there) == {f"{PREFIX}m.up.lora_A.weight", f"{PREFIX}m.up.lora_B.weight"}
@@ -232,22 +235,25 @@ def test_experts_of_a_file_are_all_banks_with_a_matrix_for_each_expert() -> None
 
     stage = nn.ModuleDict({"moe": Owner()})
     published = {"moe.gate": "m.*.gate.weight", "moe.up": "m.*.up.weight"}
-    assert files.experts_of(stage, published, False) == {
+    assert files.experts_of(stage, published, LoraConfig()) == {
         "moe.terms.gate": (3, "m.*.gate"),
         "moe.terms.up": (3, "m.*.up"),
     }
     assert files.modules_of_experts("m.*.gate", 3) == ["m.0.gate", "m.1.gate", "m.2.gate"]
     with pytest.raises(CheckpointError, match="for which rs_lora gives another scale"):
-        files.experts_of(stage, published, True)
+        files.experts_of(stage, published, LoraConfig(rs_lora=True))
+    for pattern in ({"rank_pattern": {"gate": 2}}, {"alpha_pattern": {"moe.*": 2}}):
+        with pytest.raises(CheckpointError, match="a pattern selects 'moe.gate'; correct peft.rank_pattern"):
+            files.experts_of(stage, published, LoraConfig(**pattern))
     for wrong in ("m.gate.weight", "m.*.gate", ""):
         with pytest.raises(CheckpointError, match="do not have a matrix of 'moe.gate' for each expert"):
-            files.experts_of(stage, {**published, "moe.gate": wrong}, False)
+            files.experts_of(stage, {**published, "moe.gate": wrong}, LoraConfig())
     with pytest.raises(CheckpointError, match="would take 'x.up' for a matrix of experts"):
         files.check_no_expert(stage, ["x.down", "x.up"])
     files.check_no_expert(stage, ["up.x", "x.down"])
     del terms["up"]
     with pytest.raises(CheckpointError, match=r"joins the experts' gate, up, so an adapter needs .*; add up to peft"):
-        files.experts_of(stage, published, False)
+        files.experts_of(stage, published, LoraConfig())
 
 
 def test_merged_weights_are_computed_in_float32_and_have_their_own_format() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.peft import SwitchesOff
 from d9d_peft.config import DoraConfig, LoraConfig
 from d9d_peft.ia3.config import Ia3Config
 from d9d_peft.ia3.method import Ia3
@@ -67,3 +68,8 @@ def test_a_sharded_and_compiled_model_computes_as_before_while_its_terms_are_off
             torch.testing.assert_close(off, plain)
             torch.testing.assert_close(again, adapted)
             assert (adapted - plain).abs().max() > 0.01
+
+
+def test_a_method_that_trains_modules_of_the_model_cannot_be_switched_off() -> None:
+    assert isinstance(Lora(LoraConfig()), SwitchesOff)
+    assert not isinstance(Lora(LoraConfig(modules_to_save=("norm",))), SwitchesOff)

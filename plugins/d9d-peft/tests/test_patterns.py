@@ -137,7 +137,7 @@ def test_adapters_of_scales_name_their_modules_and_refuse_other_kinds() -> None:
     with pytest.raises(CheckpointError, match="published files do not have the weight of 'q_proj' as one tensor"):
         method.adapter_config(stage, {"down.weight": "model.down.weight", "q_proj.weight": "model.qkv"})
     with pytest.raises(CheckpointError, match="^the adapter has peft_type 'LORA', but the job's peft is 'ia3'; "):
-        method.check_adapter({"peft_type": "LORA"}, [])
+        method.check_adapter(stage, published, {"peft_type": "LORA"}, [])
 
 
 def test_nothing_is_dropped_outside_of_training_and_the_rest_is_scaled_up() -> None:

@@ -49,9 +49,9 @@ def test_full_tuning_of_modules_without_parameters_is_refused() -> None:
 def test_defaults_and_limits_of_low_rank_updates(kind: Any) -> None:
     config = kind()
     assert (config.targets, config.exclude, config.r, config.alpha) == (("all-linear",), (), 16, 32.0)
-    assert (config.rs_lora, config.dropout, config.init_from, config.scale) == (False, 0.0, None, 2.0)
-    assert kind(r=1, alpha=0.5).scale == 0.5
-    assert kind(r=4, alpha=8.0, rs_lora=True).scale == 4.0
+    assert (config.rs_lora, config.dropout, config.init_from, config.scale_of("x")) == (False, 0.0, None, 2.0)
+    assert kind(r=1, alpha=0.5).scale_of("x") == 0.5
+    assert kind(r=4, alpha=8.0, rs_lora=True).scale_of("x") == 4.0
     assert kind(targets="q_proj", exclude="k_proj").targets == ("q_proj",)
     for wrong in ({"r": 0}, {"alpha": 0}, {"dropout": 1}, {"dropout": -0.1}, {"targets": ()}):
         with pytest.raises(ValidationError):

@@ -8,6 +8,8 @@ from d9d_core.config import PathOrAddress, PluginConfig
 from d9d_core.job_file.open_union import Named
 from pydantic import Field, field_validator, model_validator
 
+from d9d_peft.patterns import first_match
+
 #: Target that matches all linear layers inside the model.
 ALL_LINEAR = "all-linear"
 
@@ -29,6 +31,14 @@ class LowRankConfig(PluginConfig):
     """Rank of the updates; at most the smaller side of each matrix."""
     alpha: float = Field(default=32.0, gt=0)
     """Numerator of the updates' factor ``alpha / r``."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = {}
+    """Ranks of single targets instead of ``r``: pattern, written like ``targets``, to rank. The first pattern that
+    matches a target counts."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Numerators of single targets instead of ``alpha``, written like ``rank_pattern``."""
+    modules_to_save: tuple[str, ...] = ()
+    """Further modules whose parameters are all trained and are saved with the adapter, such as ``heads.*`` or ``norm``,
+    written like ``targets``; these modules get no update. Not for a tied embedding or head."""
     rs_lora: bool = False
     """Use the factor ``alpha / sqrt(r)`` instead, so that high ranks learn as fast (Kalajdzievski 2023, "rsLoRA")."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -36,7 +46,7 @@ class LowRankConfig(PluginConfig):
     init_from: PathOrAddress | None = None
     """Adapter to start from: a directory in the format of the ``peft`` library, or an fsspec address of one."""
 
-    _lists = field_validator("targets", "exclude", mode="before")(as_list)
+    _lists = field_validator("targets", "exclude", "modules_to_save", mode="before")(as_list)
 
     @model_validator(mode="after")
     def _something_is_wanted(self) -> Self:
@@ -44,10 +54,20 @@ class LowRankConfig(PluginConfig):
             raise ValueError(f"targets is empty; write [{ALL_LINEAR}] or name layers, such as [q_proj, v_proj]")
         return self
 
-    @property
-    def scale(self) -> float:
-        """Factor of the low-rank updates."""
-        return self.alpha / (self.r**0.5 if self.rs_lora else self.r)
+    def rank_of(self, target: str) -> int:
+        """Rank of the update of a target."""
+        pattern = first_match(target, self.rank_pattern)
+        return self.r if pattern is None else self.rank_pattern[pattern]
+
+    def alpha_of(self, target: str) -> float:
+        """Numerator of the factor of a target's update."""
+        pattern = first_match(target, self.alpha_pattern)
+        return self.alpha if pattern is None else self.alpha_pattern[pattern]
+
+    def scale_of(self, target: str) -> float:
+        """Factor of the update of a target."""
+        rank = self.rank_of(target)
+        return self.alpha_of(target) / (rank**0.5 if self.rs_lora else rank)
 
 
 class LoraConfig(LowRankConfig):

@@ -9,23 +9,28 @@ from d9d_core.cost import AdapterCost, Share, Weight
 
 from d9d_peft.config import ALL_LINEAR, DoraConfig, FullTuneConfig, LoraConfig, LowRankConfig, StackConfig
 from d9d_peft.ia3.config import Ia3Config
-from d9d_peft.patterns import matches
+from d9d_peft.patterns import matches, owners
 
 Inner = Callable[[PluginConfig, str, Weight, float, Share], AdapterCost]
 
 
 def lora(config: LoraConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
-    """Cost of ``lora``: two small products in addition to the product with the weight, and the sum of the outputs."""
-    return _term(config, weight, rows, share) if _is_target(config, name, weight) else AdapterCost()
+    """Cost of ``lora``: two small products in addition to the product with the weight, and the sum of the outputs.
+
+    Weights of ``modules_to_save`` are trained without additional ops.
+    """
+    if _is_target(config, name, weight):
+        return _term(config, _rank(config, name, weight), weight, rows, share)
+    return _saved(config, name)
 
 
 def dora(config: DoraConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
     """Cost of ``dora``: the cost of ``lora``, the norms of the weight's rows, and a product with magnitudes."""
     if weight.kind != "linear" or not _is_target(config, name, weight):
-        return AdapterCost()
+        return _saved(config, name)
     outputs, features = weight.shape
-    size = share.width * rows * outputs
-    norms = 2.0 * outputs * features * config.r
+    size, rank = share.width * rows * outputs, _rank(config, name, weight)
+    norms = 2.0 * outputs * features * rank
     scaled = AdapterCost(
         parameters=outputs,
         flops=norms,
@@ -33,7 +38,7 @@ def dora(config: DoraConfig, name: str, weight: Weight, rows: float, share: Shar
         backward_traffic=4 * size,
         kept=size,  # the unscaled output, for the gradient of the magnitudes
     )
-    return _term(config, weight, rows, share) + scaled
+    return _term(config, rank, weight, rows, share) + scaled
 
 
 def ia3(config: Ia3Config, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
@@ -51,9 +56,7 @@ def ia3(config: Ia3Config, name: str, weight: Weight, rows: float, share: Share)
 
 def full_tune(config: FullTuneConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:  # noqa: ARG001
     """Cost of ``full_tune``: no additional ops; the matching weights are trained."""
-    parts = name.split(".")
-    owners = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-    return AdapterCost(trains=any(_some(owner, config.match) for owner in owners))
+    return AdapterCost(trains=any(_some(owner, config.match) for owner in (*owners(name), name)))
 
 
 def stack(config: StackConfig, name: str, weight: Weight, rows: float, share: Share, inner: Inner) -> AdapterCost:
@@ -61,14 +64,22 @@ def stack(config: StackConfig, name: str, weight: Weight, rows: float, share: Sh
     return sum((inner(method, name, weight, rows, share) for method in config.methods), AdapterCost())
 
 
-def _term(config: LowRankConfig, weight: Weight, rows: float, share: Share) -> AdapterCost:
+def _saved(config: LowRankConfig, name: str) -> AdapterCost:
+    return AdapterCost(trains=any(_some(owner, config.modules_to_save) for owner in owners(name)))
+
+
+def _rank(config: LowRankConfig, name: str, weight: Weight) -> int:
+    return config.rank_of(_target(name, weight))
+
+
+def _term(config: LowRankConfig, rank: int, weight: Weight, rows: float, share: Share) -> AdapterCost:
     """Cost of a low-rank update of a matrix, or of each matrix of a bank."""
     # Embeddings and heads are [vocabulary, features]; an embedding looks rows up instead of multiplying.
     *stacked, one, other = weight.shape
     number = stacked[0] if stacked else 1
     # A bank is [experts, in, out].
     features, outputs = (one, other) if weight.kind == "bank" else (other, one)
-    ranked, each = config.r * (features + outputs), share.width * rows
+    ranked, each = rank * (features + outputs), share.width * rows
     flops = 0.0 if weight.kind == "embedding" else 2 * rows * ranked
     # Compiled, scaling and addition are one pass, and so is the sum of an input's gradients.
     passes, sums = (4, 3) if share.compiled else (6, 5)
@@ -81,7 +92,7 @@ def _term(config: LowRankConfig, weight: Weight, rows: float, share: Share) -> A
         backward_flops=2 * flops + of_sum,
         traffic=each * (features + passes * outputs) + 2 * dropped,
         backward_traffic=each * (sums * features + 4 * outputs) + dropped,
-        kept=each * config.r + dropped,
+        kept=each * rank + dropped,
     )
 
 
@@ -89,9 +100,14 @@ def _is_target(config: LowRankConfig, name: str, weight: Weight) -> bool:
     """Whether a weight gets a low-rank update."""
     if weight.kind == "other":
         return False
-    layer = name if weight.kind == "bank" else _layer(name)
+    layer = _target(name, weight)
     wanted = (weight.kind == "linear" and ALL_LINEAR in config.targets) or _some(layer, config.targets)
     return wanted and not _some(layer, config.exclude)
+
+
+def _target(name: str, weight: Weight) -> str:
+    """Name by which patterns select a weight: its bank's or its layer's."""
+    return name if weight.kind == "bank" else _layer(name)
 
 
 def _layer(name: str) -> str:

@@ -10,7 +10,7 @@ from d9d_weights.graph.mappers import Identity
 from torch import nn
 
 from d9d_peft.config import FullTuneConfig
-from d9d_peft.patterns import select
+from d9d_peft.patterns import owners, select
 
 
 class FullTune:
@@ -29,7 +29,7 @@ class FullTune:
         modules = [name for name, _ in stage.named_modules() if name]
         # A pattern for a module may also match single parameters.
         chosen = {*select([*parameters, *modules], self._match, "peft.match", "modules or parameters")}
-        trained = frozenset(name for name in parameters if chosen & {name, *_owners(name)})
+        trained = frozenset(name for name in parameters if chosen & {name, *owners(name)})
         if not trained:
             raise BuildError(
                 f"peft.match: {', '.join(sorted(chosen)[:3])} have no parameters, so nothing would be trained; name "
@@ -43,8 +43,3 @@ class FullTune:
 
     def merge(self, stage: nn.Module) -> None:
         """Do nothing, because the trained parameters already belong to the model."""
-
-
-def _owners(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -17,7 +17,18 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or ("." not in pattern and fnmatchcase(name.rpartition(".")[2], pattern))
 
 
-def select(names: Collection[str], patterns: Sequence[str], where: str, what: str) -> list[str]:
+def first_match(name: str, patterns: Iterable[str]) -> str | None:
+    """First pattern that matches a name; ``None`` if none does."""
+    return next((pattern for pattern in patterns if matches(name, pattern)), None)
+
+
+def owners(name: str) -> list[str]:
+    """Names of the modules that contain a module or parameter, the outermost module first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def select(names: Collection[str], patterns: Collection[str], where: str, what: str) -> list[str]:
     """Names that match some pattern, in their order.
 
     Args:

@@ -66,7 +66,7 @@ def save_adapter(
             **_classes(job, selection),
             **method.adapter_config(assembly.full_model, published),
         }
-        graph = StateGraph(method.adapter_exporter(assembly.full_model, published), _injected(assembly))
+        graph = StateGraph(method.adapter_exporter(assembly.full_model, published), _tuned(assembly))
     except CheckpointError as error:
         if job.export == "adapter":
             raise
@@ -108,12 +108,13 @@ def start_method(
                 directory = closing.enter_context(ModelDirectory.open(file))
                 text = directory.read_file(ADAPTER_FILES.config)
                 config = read_object(f"{directory.location}/{ADAPTER_FILES.config}", text)
-                method.check_adapter(config, directory.specs.keys())
-                exporter = method.adapter_exporter(assembly.full_model, _published(job, selection, assembly))
+                published = _published(job, selection, assembly)
+                method.check_adapter(assembly.full_model, published, config, directory.specs.keys())
+                exporter = method.adapter_exporter(assembly.full_model, published)
                 there = {name: spec for name, spec in directory.specs.items() if not name.endswith(_OF_THE_MODEL)}
-                _compare_names(there.keys(), StateGraph(exporter, _injected(assembly)).specs.keys())
+                _compare_names(there.keys(), StateGraph(exporter, _tuned(assembly)).specs.keys())
                 graph = StateGraph(exporter.inverse(), there)
-                graph.check(_injected(assembly), "the job's adapter")
+                graph.check(_tuned(assembly), "the job's adapter")
             except CheckpointError as error:
                 raise CheckpointError(f"peft.init_from: {location}: {error}") from error
             opened.push(closing.pop_all())
@@ -135,7 +136,8 @@ def _compare_names(there: Collection[str], here: Collection[str]) -> None:
         )
     if left:
         raise CheckpointError(
-            f"the adapter file has {some(left)}, but peft selects no such module; add it to peft.targets"
+            f"the adapter file has {some(left)}, but peft selects no such module; add it to peft.targets (or "
+            "peft.modules_to_save, if the adapter has the module's whole weight)"
         )
 
 
@@ -165,5 +167,5 @@ def _classes(job: JobConfig, selection: Selection) -> dict[str, Any]:
     return {"task_type": None, "auto_mapping": {"base_model_class": names[0], "parent_library": "transformers"}}
 
 
-def _injected(assembly: Assembly) -> dict[str, TensorSpec]:
-    return {n: s for n, s in specs_of(model_tensors(assembly.full_model)).items() if n in assembly.injected}
+def _tuned(assembly: Assembly) -> dict[str, TensorSpec]:
+    return {n: s for n, s in specs_of(model_tensors(assembly.full_model)).items() if n in assembly.tuned}

@@ -55,6 +55,7 @@ class Assembly:
         ownership: owner of each gradient reduction.
         shared: parameter -> stages that have it, for parameters of several stages.
         injected: names of the tensors that the fine-tuning method added.
+        tuned: names of the tensors that the fine-tuning method added or selected for training, also in a frozen model.
         communication: stage -> strategies and their declared collectives, if declared.
         ops_elsewhere: ops that strategies may have put into stages of other ranks.
     """
@@ -71,6 +72,7 @@ class Assembly:
     ownership: Ownership
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     injected: frozenset[str] = frozenset()
+    tuned: frozenset[str] = frozenset()
     communication: Mapping[int, Sequence[tuple[Chosen, Communication | None]]] = field(default_factory=dict)
     ops_elsewhere: frozenset[str] = frozenset()
 
@@ -150,12 +152,13 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
     check_documents(job, everything)
     peft: PeftMethod | None = None
     trainable = frozenset(name for name, parameter in full_model.named_parameters() if parameter.requires_grad)
+    tuned = frozenset[str]()
     before = model_tensors(full_model).keys()
     if selection.peft and job.peft:
         peft = instantiate(selection.peft, job.peft)
         assert peft is not None
         with torch.device("meta"), Undrawn(), _default_dtype(getattr(torch, job.precision.parameters)):
-            trainable = _inject(peft, selection.peft, full_model)
+            tuned = trainable = _inject(peft, selection.peft, full_model)
     if not trains:
         trainable = frozenset()
     for stage in everything:  # each stage has its own copy of a shared parameter
@@ -221,6 +224,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
         ownership,
         shared,
         injected,
+        injected | tuned,
         communication,
         ops_elsewhere(full_model, here),
     )

@@ -43,15 +43,21 @@ class AdapterFormat(Protocol):
     def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
         """Mapper from the method's tensors to the adapter file's tensors; its inverse is used to load.
 
+        The method's tensors are the added tensors and all parameters that the method trains.
+
         Raises:
             CheckpointError: the adapter format cannot represent the added tensors.
         """
         ...
 
-    def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
+    def check_adapter(
+        self, stage: nn.Module, published: Mapping[str, str], config_json: Mapping[str, Any], names: Collection[str]
+    ) -> None:
         """Check that an existing adapter fits this method's config.
 
         Args:
+            stage: the full model with the method injected.
+            published: names of the model's tensors in published files, see :func:`published_names`.
             config_json: contents of ``adapter_config.json``.
             names: names of the adapter's tensors.
 

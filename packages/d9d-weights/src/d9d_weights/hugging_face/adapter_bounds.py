@@ -48,11 +48,15 @@ def _are_names(value: Any) -> bool:
     return value is None or (isinstance(value, list) and len(value) <= _MAX_NAMES and all(map(_is_name, value)))
 
 
+def is_fast_expression(value: Any) -> bool:
+    """Whether a value is the text of a regular expression that is fast to match."""
+    is_plain = isinstance(value, str) and len(value) <= _MAX_NAME and _PLAIN_EXPRESSION.fullmatch(value) is not None
+    return is_plain and ")*" not in value
+
+
 def _are_modules(value: Any) -> bool:
     """Whether a value is a list of names, or one regular expression that is fast to match."""
-    if isinstance(value, str):
-        return len(value) <= _MAX_NAME and _PLAIN_EXPRESSION.fullmatch(value) is not None and ")*" not in value
-    return _are_names(value)
+    return is_fast_expression(value) or _are_names(value)
 
 
 def _are_layers(value: Any) -> bool:

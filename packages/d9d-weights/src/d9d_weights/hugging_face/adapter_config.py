@@ -14,7 +14,9 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 
-__all__ = ["check_adapter_config"]
+from d9d_weights.hugging_face.adapter_bounds import is_fast_expression
+
+__all__ = ["check_adapter_config", "module_values"]
 
 #: Ignored fields: labels, the adapter's history, and settings of disabled features.
 _UNREAD = frozenset({
@@ -30,6 +32,10 @@ _MODULES = frozenset({
 #: Name of a tensor in an adapter's file; the group is the module's published name.
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.(?:lora_\w+|ia3_l)(?:\.weight)?")
 _OFF = (None, False, "", "none")
+#: Key of a pattern that is a module's name, or the last parts of one; ``^`` marks a whole name.
+_NAME = re.compile(r"\^?[\w-]+(?:\\?\.[\w-]+)*")
+#: Most regular expressions among the keys of a pattern, each of which is matched with each module.
+_MOST_EXPRESSIONS = 256
 
 
 def check_adapter_config(
@@ -58,6 +64,61 @@ def check_adapter_config(
         raise CheckpointError(f"its config has {_short(values)}, which d9d's '{method}' does not support; {advice}")
     found = (_TENSOR.fullmatch(name) for name in names)
     _check_modules(config_json, dict.fromkeys(match[1] for match in found if match))
+
+
+def module_values(
+    config_json: Mapping[str, Any], field: str, modules: Iterable[str], default: float
+) -> dict[str, float]:
+    """Values of an adapter's modules by ``rank_pattern`` or ``alpha_pattern``, as the ``peft`` library finds them.
+
+    The first key counts that, as a regular expression, matches the whole name of the module or the rest after a dot.
+
+    Args:
+        config_json: contents of ``adapter_config.json``.
+        field: name of the pattern's field.
+        modules: published names of the modules.
+        default: value of the modules that no key matches.
+
+    Raises:
+        CheckpointError: the field's value is no mapping from expressions to numbers, or contains expressions that are
+            malformed or slow to match.
+    """
+    values = config_json.get(field) or {}
+    if not isinstance(values, dict) or not all(type(value) in (int, float) for value in values.values()):
+        raise CheckpointError(
+            f"its config has {_short(f'{field}={values!r}')}, which is no mapping from names to numbers"
+        )
+    numbers, names = list(values.values()), dict[str, int]()
+    expressions: list[tuple[int, re.Pattern[str]]] = []
+    for place, key in enumerate(values):
+        if _NAME.fullmatch(key):
+            names.setdefault(key.replace("\\", ""), place)
+        else:
+            expressions.append((place, _expression(field, key)))
+    if len(expressions) > _MOST_EXPRESSIONS:
+        raise CheckpointError(
+            f"its config has {len(expressions)} regular expressions in {field}, which are slow to match; replace "
+            "them by names of modules"
+        )
+    found = {}
+    for module in modules:
+        ends = [module[place + 1 :] for place, character in enumerate(module) if character == "."]
+        places = [names[name] for name in (f"^{module}", module, *ends) if name in names]
+        places += [place for place, expression in expressions if expression.match(module)]
+        found[module] = numbers[min(places)] if places else default
+    return found
+
+
+def _expression(field: str, key: str) -> re.Pattern[str]:
+    try:
+        if is_fast_expression(key):
+            return re.compile(rf"(.*\.)?({key})$")
+    except re.error:
+        pass
+    raise CheckpointError(
+        f"its config has the key {_short(repr(key))} in {field}, a regular expression that is malformed or slow to "
+        "match; replace it by names of modules"
+    )
 
 
 def _check_modules(data: Mapping[str, Any], modules: Iterable[str]) -> None:

@@ -138,7 +138,13 @@ class Ia3:
             )
         )
 
-    def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
+    def check_adapter(
+        self,
+        stage: nn.Module,  # noqa: ARG002 - see d9d_weights.hugging_face.adapter.AdapterFormat
+        published: Mapping[str, str],  # noqa: ARG002
+        config_json: Mapping[str, Any],
+        names: Collection[str],
+    ) -> None:
         """Check the config of an adapter to start from; its targets are checked by the names of its tensors.
 
         Raises:

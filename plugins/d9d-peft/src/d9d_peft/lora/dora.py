@@ -121,16 +121,19 @@ class Dora(Lora):
         """Contents of ``adapter_config.json``; see :class:`d9d_weights.hugging_face.adapter.AdapterFormat`."""
         return {**super().adapter_config(stage, published), "use_dora": True}
 
-    def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
+    def check_adapter(
+        self, stage: nn.Module, published: Mapping[str, str], config_json: Mapping[str, Any], names: Collection[str]
+    ) -> None:
         """Check the config of an adapter to start from.
 
         Raises:
-            CheckpointError: the adapter is of another method, rank or scale.
+            CheckpointError: the adapter is of another method, or a rank or scale differs.
         """
         files.check_config(self._config, config_json, names, use_dora=True)
+        files.check_patterns(self._config, config_json, self._files_of(stage, published))
 
     def _fold(self, term: Term) -> Mapper:
-        scale = self._config.scale
+        scale = self._config.scale_of(term.owner)
 
         def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor) -> Tensor:
             return _merged(weight, a, b, magnitude, scale)

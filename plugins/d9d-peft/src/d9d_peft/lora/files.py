@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from d9d_core.errors import CheckpointError
@@ -10,7 +10,7 @@ from d9d_core.traits import HasBanks, modules_with
 from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.mappers import Rename, Transpose
 from d9d_weights.graph.merging import Unstack
-from d9d_weights.hugging_face.adapter_config import check_adapter_config
+from d9d_weights.hugging_face.adapter_config import check_adapter_config, module_values
 from torch import nn
 
 from d9d_peft.config import LowRankConfig
@@ -55,16 +55,17 @@ def check_no_expert(stage: nn.Module, modules: Iterable[str]) -> None:
             )
 
 
-def experts_of(stage: nn.Module, published: Mapping[str, str], rs_lora: bool) -> dict[str, tuple[int, str]]:
+def experts_of(stage: nn.Module, published: Mapping[str, str], config: LowRankConfig) -> dict[str, tuple[int, str]]:
     """For each adapted bank of experts, the number of experts and the name of an expert's module in files.
 
     The name has ``*`` instead of the expert's number. A file has an update for each matrix of each expert, because
     published files store a matrix for each expert. If transformers keeps the experts of a layer in one tensor, the
-    ``peft`` library joins the updates; it then needs updates of all banks, and does not support the scale of rsLoRA.
+    ``peft`` library joins the updates; it then needs updates of all banks, with ``r`` and ``alpha`` of the config, and
+    does not support the scale of rsLoRA.
 
     Raises:
-        CheckpointError: some banks of a layer have no update, the scale is rsLoRA's, or published files do not have a
-            matrix per expert.
+        CheckpointError: some banks of a layer have no update, a pattern changes their rank or alpha, the scale is
+            rsLoRA's, or published files do not have a matrix per expert.
     """
     found: dict[str, tuple[int, str]] = {}
     for name, owner in modules_with(stage, HasBanks).items():
@@ -76,7 +77,14 @@ def experts_of(stage: nn.Module, published: Mapping[str, str], rs_lora: bool) ->
                     f"the peft library joins the experts' {', '.join(banks)}, so an adapter needs updates of all or "
                     f"none; add {', '.join(lacking)} to peft.targets, or export the merged model"
                 )
-            if rs_lora:
+            own = config.rank_of(f"{name}.{bank}"), config.alpha_of(f"{name}.{bank}")
+            if own != (config.r, config.alpha):
+                raise CheckpointError(
+                    f"the peft library joins the LoRA matrices of all experts and knows their rank and alpha by r and "
+                    f"lora_alpha only, but a pattern selects '{name}.{bank}'; correct peft.rank_pattern and "
+                    "peft.alpha_pattern, or export the merged model"
+                )
+            if config.rs_lora:
                 raise CheckpointError(
                     "the peft library joins the LoRA matrices of all experts to a matrix of higher rank, for which "
                     "rs_lora gives another scale; remove rs_lora and choose alpha, or export the merged model"
@@ -95,21 +103,33 @@ def modules_of_experts(pattern: str, count: int) -> list[str]:
     return [pattern.replace("*", str(number)) for number in range(count)]
 
 
-def config_json(config: LowRankConfig, modules: Iterable[str], *, has_banks: bool) -> dict[str, Any]:
+def config_json(
+    config: LowRankConfig, modules: Mapping[str, str], experts: Iterable[str] = (), saved: Iterable[str] = ()
+) -> dict[str, Any]:
     """Contents of the ``adapter_config.json`` of LoRA files.
 
     Args:
         config: config of the method.
-        modules: names of adapted modules in published models.
-        has_banks: whether the modules include experts, for which the library supports no dropout.
+        modules: result of :func:`modules_of`.
+        experts: names of the adapted experts' modules in published models. The library supports no dropout for them.
+        saved: names of the parameters of modules to save in published models.
     """
+    experts = list(experts)
+    # A key also selects the modules whose names end with a dot and the key, unless it begins with ^.
+    ends = {name[place + 1 :] for name in modules.values() for place, character in enumerate(name) if character == "."}
+    keys = {ours: f"^{there}" if there in ends else there for ours, there in modules.items()}
+    ranks = {key: config.rank_of(ours) for ours, key in keys.items()}
+    alphas = {key: config.alpha_of(ours) for ours, key in keys.items()}
     return {
         "peft_type": "LORA",
-        "target_modules": sorted(modules),
+        "target_modules": sorted([*modules.values(), *experts]),
         "r": config.r,
         "lora_alpha": config.alpha,
         "use_rslora": config.rs_lora,
-        "lora_dropout": 0.0 if has_banks else config.dropout,
+        "rank_pattern": {key: rank for key, rank in ranks.items() if rank != config.r},
+        "alpha_pattern": {key: alpha for key, alpha in alphas.items() if alpha != config.alpha},
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in saved}) or None,
+        "lora_dropout": 0.0 if experts else config.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -117,7 +137,9 @@ def config_json(config: LowRankConfig, modules: Iterable[str], *, has_banks: boo
 
 
 def exporter(
-    layers: Mapping[str, tuple[str, Mapping[str, tuple[str, bool]]]], banks: Mapping[str, tuple[int, str]]
+    layers: Mapping[str, tuple[str, Mapping[str, tuple[str, bool]]]],
+    banks: Mapping[str, tuple[int, str]],
+    saved: Mapping[str, str],
 ) -> Mapper:
     """Mapper from d9d's names of LoRA tensors to the names in adapter files.
 
@@ -125,8 +147,9 @@ def exporter(
         layers: for each adapted layer, the name of the module in published models, and its tensors as in
             :attr:`d9d_peft.lora.linear.Adapted.lora_files`.
         banks: result of :func:`experts_of`.
+        saved: for each parameter of a module to save, its name in published models.
     """
-    mappers: list[Mapper] = []
+    mappers: list[Mapper] = [Rename(ours, f"{_PREFIX}{theirs}") for ours, theirs in saved.items()]
     for ours, (theirs, tensors) in layers.items():
         for name, (there, transposed) in tensors.items():
             source, target = f"{ours}.{name}", f"{_PREFIX}{theirs}.{there}"
@@ -162,5 +185,34 @@ def check_config(config: LowRankConfig, data: Mapping[str, Any], names: Iterable
         raise CheckpointError(
             f"the adapter's {', '.join(other)} differ from the job's; set the adapter's values: {values}"
         )
-    compared = [*wanted, *(["use_dora"] if use_dora else [])]
+    compared = [*wanted, "rank_pattern", "alpha_pattern", "modules_to_save", *(["use_dora"] if use_dora else [])]
     check_adapter_config(data, names, method=config.name, compared=compared)
+
+
+def check_patterns(config: LowRankConfig, data: Mapping[str, Any], modules: Iterable[tuple[str, str]]) -> None:
+    """Check rank and alpha of each module of an adapter against a config.
+
+    Args:
+        config: config of the method, whose ``r`` and ``alpha`` equal the adapter's.
+        data: contents of ``adapter_config.json``.
+        modules: for each target, its name and the name of its module in published models.
+
+    Raises:
+        CheckpointError: the rank or alpha of a module differs, or a pattern of the adapter cannot be evaluated.
+    """
+    pairs = list(modules)
+    compared: tuple[tuple[str, str, float, Callable[[str], float]], ...] = (
+        ("rank_pattern", "rank", config.r, config.rank_of),
+        ("alpha_pattern", "alpha", config.alpha, config.alpha_of),
+    )
+    for field, what, default, of in compared:
+        there = module_values(data, field, [module for _, module in pairs], default)
+        other = [(ours, module) for ours, module in pairs if there[module] != of(ours)]
+        if other:
+            (first, module), wanted = other[0], {ours: there[module] for ours, module in other}
+            values = ", ".join(f"{ours}: {value}" for ours, value in list(wanted.items())[:4])
+            more = f", and {len(wanted) - 4} more" if len(wanted) > 4 else ""
+            raise CheckpointError(
+                f"the adapter's {what} for '{module}' is {there[module]}, but the job's is {of(first)}; set the "
+                f"adapter's values: peft.{field}: {{{values}}}{more}"
+            )

@@ -16,13 +16,17 @@ from d9d_peft.config import ALL_LINEAR, LowRankConfig
 from d9d_peft.lora import files
 from d9d_peft.lora.banks import GroupedTerm
 from d9d_peft.lora.linear import Adapted, AdaptedLinear, adapted_layers, is_adapted, merge
-from d9d_peft.lora.merging import Term, fold, terms_of
+from d9d_peft.lora.merging import TERMS, Term, fold, terms_of
+from d9d_peft.lora.saved import check_saved, saved_names, saved_parameters
 from d9d_peft.lora.sites import Site, Sizes, sites_of
-from d9d_peft.patterns import matches, select
+from d9d_peft.patterns import first_match, matches, select
 
 
 class Lora:
     """LoRA: adds low-rank updates to linear layers, embeddings, heads and banks of experts; trains only these.
+
+    With ``modules_to_save``, it also trains the parameters of these modules; then it has no ``off``, because the
+    original values of these parameters are not kept.
 
     Attributes:
         how: mixin of an adapted linear layer.
@@ -32,13 +36,16 @@ class Lora:
 
     def __init__(self, config: LowRankConfig) -> None:
         self._config = config
+        if not config.modules_to_save:
+            self.off = self._off
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Add the updates; returns the names of their parameters, which are the parameters to train.
+        """Add the updates; returns the names of the parameters to train, which are theirs and of modules to save.
 
         Raises:
-            BuildError: a pattern matches no layer that LoRA supports; ``exclude`` excludes all targets; the rank is
-                larger than a matrix; a target is adapted already; or its weight is tied to another module.
+            BuildError: a pattern matches no layer that LoRA supports, no target or no module; ``exclude`` excludes all
+                targets; a rank is larger than a matrix; a target is adapted already; its weight, or the weight of a
+                module to save, is tied to another module; or a module to save has a target.
         """
         sites, config = sites_of(stage, self.how), self._config
         own = {name for name, _ in stage.named_parameters()}
@@ -48,9 +55,13 @@ class Lora:
                 text = f"'{name}' is adapted by another method already; add it to peft.exclude"
                 raise BuildError(f"peft.targets: {text}")
             self._check_rank(name, site.weight)
-        for site in chosen.values():
-            site.add(Sizes(config.r, config.scale, config.dropout))
-        return frozenset(name for name, _ in stage.named_parameters() if name not in own)
+        select(chosen, config.rank_pattern, "peft.rank_pattern", "targets")
+        select(chosen, config.alpha_pattern, "peft.alpha_pattern", "targets")
+        check_saved(stage, config.modules_to_save, chosen)
+        for name, site in chosen.items():
+            site.add(Sizes(config.rank_of(name), config.scale_of(name), config.dropout))
+        added = frozenset(name for name, _ in stage.named_parameters() if name not in own)
+        return added.union(saved_parameters(stage, config.modules_to_save))
 
     def merge(self, stage: nn.Module) -> None:
         """Add the updates to the weights. Collective over the ranks that share the weights."""
@@ -63,7 +74,7 @@ class Lora:
                     del module.bank_terms()[name]
 
     @contextmanager
-    def off(self, stage: nn.Module) -> Iterator[None]:
+    def _off(self, stage: nn.Module) -> Iterator[None]:
         """Compute without the updates inside the ``with`` block; see :class:`d9d_core.peft.SwitchesOff`."""
         terms: list[Any] = [m for m in stage.modules() if is_adapted(m) or isinstance(m, GroupedTerm)]
         before = [term.lora_off for term in terms]
@@ -87,27 +98,38 @@ class Lora:
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
         """Contents of ``adapter_config.json``; see :class:`d9d_weights.hugging_face.adapter.AdapterFormat`."""
-        modules = [*self._modules(stage, published).values()]
-        banks = files.experts_of(stage, published, self._config.rs_lora)
+        banks = files.experts_of(stage, published, self._config)
         experts = [one for number, there in banks.values() for one in files.modules_of_experts(there, number)]
-        return files.config_json(self._config, [*modules, *experts], has_banks=bool(banks))
+        saved = saved_names(stage, self._config.modules_to_save, published)
+        return files.config_json(self._config, self._modules(stage, published), experts, saved.values())
 
     def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
         """Mapper from the names of the updates to the names in a file of the ``peft`` library."""
         layers = dict(adapted_layers(stage))
         modules = {n: (there, layers[n].lora_files) for n, there in self._modules(stage, published).items()}
-        return files.exporter(modules, files.experts_of(stage, published, self._config.rs_lora))
+        saved = saved_names(stage, self._config.modules_to_save, published)
+        return files.exporter(modules, files.experts_of(stage, published, self._config), saved)
 
-    def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
+    def check_adapter(
+        self, stage: nn.Module, published: Mapping[str, str], config_json: Mapping[str, Any], names: Collection[str]
+    ) -> None:
         """Check the config of an adapter to start from.
 
         Raises:
-            CheckpointError: the adapter is of another method, rank or scale.
+            CheckpointError: the adapter is of another method, or a rank or scale differs.
         """
         files.check_config(self._config, config_json, names)
+        files.check_patterns(self._config, config_json, self._files_of(stage, published))
+
+    def _files_of(self, stage: nn.Module, published: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield each target with the name of its module in files; a bank once for each expert."""
+        yield from self._modules(stage, published).items()
+        for term, (number, there) in files.experts_of(stage, published, self._config).items():
+            for module in files.modules_of_experts(there, number):
+                yield ".".join(term.rsplit(TERMS, 1)), module
 
     def _fold(self, term: Term) -> Mapper:
-        scale = self._config.scale
+        scale = self._config.scale_of(term.owner)
         return fold(term.weight, term.factors, lambda weight, a, b: term.merged(weight, a, b, scale))
 
     def _modules(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, str]:
@@ -135,9 +157,11 @@ class Lora:
         return wanted and not any(matches(name, pattern) for pattern in config.exclude)
 
     def _check_rank(self, name: str, weight: Tensor) -> None:
-        shape = list(weight.shape[-2:])
-        if self._config.r > min(shape):
+        shape, rank = list(weight.shape[-2:]), self._config.rank_of(name)
+        if rank > min(shape):
+            pattern = first_match(name, self._config.rank_pattern)
+            field = "r" if pattern is None else f"rank_pattern.{pattern}"
             raise BuildError(
-                f"peft.r: a rank of {self._config.r} is larger than the matrix of '{name}' {shape}; "
+                f"peft.{field}: a rank of {rank} is larger than the matrix of '{name}' {shape}; "
                 f"use at most {min(shape)}, or exclude that layer"
             )
