@@ -38,9 +38,8 @@ def test_a_profiled_cycle_has_room_for_its_steps() -> None:
 
 def test_checkpoints_are_kept_only_if_some_are_removed() -> None:
     Checkpoint(every=2, keep_every=4)
-    Checkpoint(keep=None)
+    Checkpoint(keep=None, best={})
     assert "so keep_every has no effect" in problem(Checkpoint, keep=None, every=2, keep_every=4)
-    assert "so best has no effect" in problem(Checkpoint, keep=None, best={})
     for every in (None, 3):
         assert f"keep_every 4 must be a multiple of every, which is {every}" in problem(
             Checkpoint, every=every, keep_every=4

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_exactly_what_some_rule_keeps_stays(
         better = 0
         if best is not None and step in scores:
             sign = 1 if best.mode == "min" else -1
-            better = sum((sign * scores[o], -o) < (sign * scores[step], -step) for o in scores)
+            better = sum((sign * scores[o], o) < (sign * scores[step], step) for o in scores)
         wanted = (
             newest is None
             or newer < newest
@@ -68,6 +69,18 @@ def test_a_value_of_another_series_does_not_count(tmp_path: Path) -> None:
     assert store.steps() == [3, 2]
 
 
+@pytest.mark.parametrize(("mode", "best"), [("min", (2, 1.0)), ("max", (3, 3.0))])
+def test_the_best_is_the_oldest_of_the_best_of_its_series(
+    tmp_path: Path, mode: Literal["min", "max"], best: tuple[int, float]
+) -> None:
+    assert CheckpointStore(tmp_path, Retention(None, best=BestOf("a", mode, 1))).best() is None
+    for step, score in enumerate((9.0 if mode == "max" else -9.0, 1.0, 3.0, 3.0, 1.0, None), start=1):
+        store = CheckpointStore(tmp_path, Retention(None, best=BestOf("b" if step == 1 else "a", mode, 1)))
+        store.save(step, {"a": torch.zeros(2)}, {}, {}, score=score)
+    assert store.best() == best
+    assert CheckpointStore(tmp_path).best() is None
+
+
 def test_a_checkpoint_whose_score_is_null_is_not_the_best(tmp_path: Path) -> None:
     for step in (1, 2):
         store = CheckpointStore(tmp_path, Retention(1, best=BestOf("a", "min", 1)))
@@ -92,7 +105,6 @@ def test_multiples_stay(tmp_path: Path) -> None:
     ("values", "text"),
     [
         ({"keep": None, "keep_every": 4, "every": 2}, "keeps all checkpoints, so keep_every has no effect"),
-        ({"keep": None, "best": {}}, "keeps all checkpoints, so best has no effect"),
         ({"keep_every": 4}, "keep_every 4 must be a multiple of every, which is None"),
         ({"keep_every": 4, "every": 3}, "keep_every 4 must be a multiple of every, which is 3"),
     ],

@@ -259,7 +259,7 @@ def test_the_last_checkpoint_before_a_step_is_kept() -> None:
     assert Retention(1).surplus([2, 4], {}, 4, [2]) == [2]
     assert Retention(2, every=4).surplus([2, 4, 6, 8, 10], {}, 10) == [2, 6]
     scores = {2: 1.0, 4: 3.0, 6: 1.0, 8: 2.0}
-    assert Retention(1, best=BestOf("x", "min", 1)).surplus([2, 4, 6, 8, 10], scores, 10) == [2, 4, 8]
+    assert Retention(1, best=BestOf("x", "min", 1)).surplus([2, 4, 6, 8, 10], scores, 10) == [4, 6, 8]
     assert Retention(1, best=BestOf("x", "max", 2)).surplus([2, 4, 6, 8, 10], scores, 10) == [2, 6]
     assert Retention(None).surplus([2, 4], {}, 4) == []
 

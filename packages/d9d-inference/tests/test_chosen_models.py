@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +15,7 @@ from d9d_core.job_file.job import BaseJob
 from d9d_core.registry.registry import Registry
 from d9d_inference.commands import model_files
 from d9d_inference.commands.model_files import found_model
-from d9d_inference.evaluation import choice, subject
+from d9d_inference.evaluation import subject
 from d9d_inference.evaluation.choice import choose_checkpoint
 from d9d_inference.evaluation.content import dataset_of
 from d9d_inference.evaluation.subject import Request, find_subject
@@ -27,14 +26,18 @@ NO_REGISTRY = cast("Registry", None)
 
 
 class Store:
-    """Stand-in of a checkpoint store, with the score of each checkpoint."""
+    """Stand-in of a checkpoint store with checkpoints of some steps, of which one may be the best."""
 
-    def __init__(self, scores: Mapping[int, Any], mode: str | None = "min") -> None:
-        self.scores, self.directory, self.group = scores, "run/checkpoints", None
-        self.retention = SimpleNamespace(best=mode and SimpleNamespace(series="eval/loss", mode=mode))
+    def __init__(self, *steps: int, best: int | None = None, ruled: bool = True) -> None:
+        self.directory = "run/checkpoints"
+        self.retention = SimpleNamespace(best=SimpleNamespace(series="eval/loss") if ruled else None)
+        self._steps, self._best = steps, best
 
     def steps(self) -> list[int]:
-        return list(self.scores)
+        return list(self._steps)
+
+    def best(self) -> tuple[int, float] | None:
+        return None if self._best is None else (self._best, 0.5)
 
     def open(self, folder: str) -> str:
         return folder
@@ -43,41 +46,26 @@ class Store:
         return "newest one"
 
 
-def chosen(store: Store, which: Any, monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.setattr(choice, "open_store", lambda _directory: store)
-
-    def manifest(_store: object, folder: str) -> dict[str, Any]:
-        score = store.scores[int(folder.rpartition("-")[2])]
-        return {"score": score if score is None or isinstance(score, dict) else {"series": "eval/loss", "value": score}}
-
-    monkeypatch.setattr(choice, "read_manifest", manifest)
+def chosen(store: Store, which: Any) -> object:
     return choose_checkpoint(cast("Any", store), which, print)
 
 
-@pytest.mark.parametrize(("mode", "best"), [("min", "step-00000006"), ("max", "step-00000004")])
-def test_the_best_checkpoint_is_the_newest_of_the_best_by_the_jobs_rule(
-    monkeypatch: pytest.MonkeyPatch, mode: str, best: str
-) -> None:
-    other = {"series": "eval/accuracy", "value": 9.0 if mode == "max" else -9.0}
-    store = Store({2: 1.0, 3: 3.0, 4: 3.0, 6: 1.0, 8: other, 9: None, 5: 2.0}, mode)
-    assert chosen(store, "best", monkeypatch) == best
-
-
-def test_a_checkpoint_is_chosen_by_its_step_or_as_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store({20: None, 3: None})
-    assert chosen(store, "newest", monkeypatch) == "newest one"
-    assert chosen(store, 3, monkeypatch) == "step-00000003"
+def test_a_checkpoint_is_chosen_by_its_step_or_as_the_newest_or_the_best() -> None:
+    store = Store(20, 3, best=20)
+    assert chosen(store, "newest") == "newest one"
+    assert chosen(store, "best") == "step-00000020"
+    assert chosen(store, 3) == "step-00000003"
     with pytest.raises(CheckpointError, match=r"run/checkpoints has no checkpoint of step 4; there are: 3, 20$"):
-        chosen(store, 4, monkeypatch)
+        chosen(store, 4)
     with pytest.raises(CheckpointError, match=r"there are: none$"):
-        chosen(Store({}), 4, monkeypatch)
+        chosen(Store(), 4)
 
 
-def test_without_a_rule_or_a_value_no_checkpoint_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_rule_or_a_value_no_checkpoint_is_the_best() -> None:
     with pytest.raises(CheckpointError, match="no 'checkpoint.best'"):
-        chosen(Store({1: 1.0}, mode=None), "best", monkeypatch)
+        chosen(Store(1, ruled=False), "best")
     with pytest.raises(CheckpointError, match="no checkpoint has a value of 'eval/loss'"):
-        chosen(Store({1: {"series": "x", "value": 1.0}}), "best", monkeypatch)
+        chosen(Store(1), "best")
 
 
 def written(path: Path, *records: object) -> Path:

@@ -166,7 +166,8 @@ class Best(Section):
     """Retention of the checkpoints at which a logged value, such as the evaluation loss, was best."""
 
     series: str = "eval/loss"
-    """Name of the series, such as ``eval/loss``; the last value before the save counts."""
+    """Name of the series, such as ``eval/loss``; the last value before the save counts, and of equal values the
+    first."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller (``min``) or larger (``max``) values are better."""
     keep: PositiveInt = 1
@@ -183,7 +184,7 @@ class Checkpoint(Section):
     keep_every: PositiveInt | None = None
     """Also keep checkpoints whose step is a multiple of this."""
     best: Best | None = None
-    """Also keep the best checkpoints."""
+    """Also keep the best checkpoints, among which ``export: best`` and ``d9d evaluate --checkpoint best`` choose."""
     resume: Literal["auto", "never", "must"] = "auto"
     """``auto`` continues from the newest usable checkpoint if there is one, ``never`` refuses a directory that has a
     checkpoint, ``must`` refuses to start without a checkpoint."""
@@ -200,9 +201,8 @@ class Checkpoint(Section):
 
     @model_validator(mode="after")
     def _check_retention(self) -> Checkpoint:
-        if self.keep is None and (self.keep_every or self.best):
-            rule = "keep_every" if self.keep_every else "best"
-            raise ValueError(f"'keep: null' keeps all checkpoints, so {rule} has no effect; remove one of them")
+        if self.keep is None and self.keep_every:
+            raise ValueError("'keep: null' keeps all checkpoints, so keep_every has no effect; remove one of them")
         if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
             raise ValueError(f"keep_every {self.keep_every} must be a multiple of every, which is {self.every}")
         return self
@@ -368,9 +368,47 @@ class JobConfig(BaseJob):
     """Schedule of Python's garbage collection."""
     checkpoint: Checkpoint = Checkpoint()
     """Interval, directory and retention of checkpoints."""
-    export: Literal["adapter"] | bool = True
+    export: Literal["adapter", "best"] | bool = True
     """Write the trained model in Hugging Face layout to <run>/model at the end, and the adapter, if the fine-tuning
-    method has one, to <run>/adapter; ``adapter`` writes only the adapter."""
+    method has one, to <run>/adapter; ``adapter`` writes only the adapter, and ``best`` both with the weights of the
+    best checkpoint: see ``checkpoint.best``, by default the lowest ``eval/loss``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_by_evaluation_loss(cls, values: Any) -> Any:
+        """Set ``checkpoint.best`` to its defaults if ``export: best`` needs it and the job does not set it."""
+        checkpoint = (
+            values.get("checkpoint", {}) if isinstance(values, dict) and values.get("export") == "best" else None
+        )
+        if not isinstance(checkpoint, dict) or checkpoint.get("best") is not None:
+            return values
+        return {**values, "checkpoint": {**checkpoint, "best": {}}}
+
+    @model_validator(mode="after")
+    def _check_best_export(self) -> Self:
+        if self.export != "best":
+            return self
+        best, every, evaluation = self.checkpoint.best, self.checkpoint.every, self.evaluation
+        if best is None:
+            raise ValueError("'export: best' needs a series to compare; set checkpoint.best")
+        compares = best.series.startswith("eval/")
+        if compares and evaluation is None:
+            raise ValueError(
+                f"'export: best' compares '{best.series}', but the job has no evaluation; add a section evaluation, or "
+                "set export: true"
+            )
+        if every is None:
+            suggested = evaluation.every if evaluation is not None else 100
+            raise ValueError(
+                "'export: best' chooses among checkpoints, but the job saves only its last step; set "
+                f"checkpoint.every: {suggested}"
+            )
+        if compares and evaluation is not None and every % evaluation.every and evaluation.every % every:
+            raise ValueError(
+                f"'export: best' needs checkpoints of evaluated steps, but checkpoint.every {every} and "
+                f"evaluation.every {evaluation.every} are not multiples; set checkpoint.every: {evaluation.every}"
+            )
+        return self
 
     @field_validator("steps")
     @classmethod

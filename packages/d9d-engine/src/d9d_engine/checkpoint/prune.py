@@ -1,4 +1,4 @@
-"""Removal of old checkpoints."""
+"""Values by which checkpoints are ranked, and removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_engine.checkpoint.retention import Retention
 
 
 class Pruner:
-    """Removes old checkpoints, on one rank only.
+    """Ranks checkpoints and removes old checkpoints, on one rank only.
 
     Args:
         storage: directory of the checkpoints.
@@ -36,13 +36,21 @@ class Pruner:
         """
         self._foreign.discard(saved)  # the save has replaced a foreign folder of this step
         try:
-            steps = [step for step in steps_in(self._storage) if step not in self._foreign]
+            steps = self._steps()
             self._scores.pop(saved, None)  # the checkpoint may have been rewritten
             for step in self._retention.surplus(steps, self._scores_of(steps), saved, kept_before):
                 self._storage.remove(folder(step))
         except OSError as error:
             return f"an old checkpoint could not be removed: {reason(error)}"
         return None
+
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best checkpoint; ``None`` if no checkpoint has a value of the series."""
+        rule, scores = self._retention.best, self._scores_of(self._steps())
+        return (step := rule.ranked(scores)[0], scores[step]) if rule is not None and scores else None
+
+    def _steps(self) -> list[int]:
+        return [step for step in steps_in(self._storage) if step not in self._foreign]
 
     def _scores_of(self, steps: Collection[int]) -> dict[int, float]:
         best = self._retention.best

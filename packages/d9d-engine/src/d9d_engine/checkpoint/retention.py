@@ -21,6 +21,17 @@ class BestOf:
     mode: Literal["min", "max"]
     keep: int
 
+    def ranked(self, scores: Mapping[int, float]) -> list[int]:
+        """Steps from the best to the worst; of equal values, the oldest step first.
+
+        A checkpoint that is saved between two evaluations has the value of an older step, whose weights were evaluated.
+
+        Args:
+            scores: step -> value of the series.
+        """
+        sign = 1 if self.mode == "min" else -1
+        return sorted(scores, key=lambda step: (sign * scores[step], step))
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -55,8 +66,6 @@ class Retention:
         if self.every is not None:
             kept |= {step for step in steps if step % self.every == 0}
         if self.best is not None:
-            sign = 1 if self.best.mode == "min" else -1
-            ranked = sorted((s for s in steps if s in scores), key=lambda step: (sign * scores[step], -step))
-            kept |= set(ranked[: self.best.keep])
+            kept |= set(self.best.ranked({step: scores[step] for step in steps if step in scores})[: self.best.keep])
         kept |= {max(earlier) for bound in kept_before if (earlier := [step for step in steps if step < bound])}
         return [step for step in steps if step not in kept]

@@ -208,6 +208,14 @@ class CheckpointStore:
             )
         return found
 
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best checkpoint by the retention rules; ``None`` if no checkpoint has such a value.
+
+        Collective over all ranks.
+        """
+        found: list[Any] | None = on_main(self._pruner.best, self.group)  # JSON has no tuples
+        return None if found is None else (found[0], found[1])
+
     def set_aside(self, newer_than: int) -> list[str]:
         """Rename unusable checkpoints newer than a step, and return their new locations. Collective over all ranks."""
 

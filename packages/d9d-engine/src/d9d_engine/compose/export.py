@@ -81,7 +81,7 @@ class Exporter:
         self._manifest = manifest
         spec = selection.model.spec
         self._spec = spec.hugging_face if isinstance(spec, ModelSpec) else None
-        if job.export is True:
+        if job.export in (True, "best"):
             check_names(job, selection, assembly)
         self._find_adapter = partial(save_adapter, job, selection, assembly, topology, note, self._stops_of_adapter())
         self._save_adapter = self._find_adapter() if job.export and self._spec is not None else None
@@ -121,7 +121,7 @@ class Exporter:
             )
         if kind is not None:
             return [kind]
-        asked: list[Kind] = ["model"] if self._job.export is True and self._spec is not None else []
+        asked: list[Kind] = ["model"] if self._job.export in (True, "best") and self._spec is not None else []
         return asked if self._save_adapter is None else [*asked, "adapter"]
 
     def _write(self, kind: Kind, directory: Path, progress: Progress) -> Path:
@@ -173,6 +173,7 @@ class Exporter:
             trained=sum(parameter.numel() for parameter in assembly.trained().values()),
             data=self._stream.facts,
             step=progress.step,
+            chosen=progress.chosen,
             tokens=progress.tokens,
             losses=progress.losses(),
             versions=_current_versions(self._manifest),

@@ -120,7 +120,7 @@ def plan(root: Root[JobConfig, Selection]) -> Plan:
     warnings = idle_parts(job, selection)
     if job.export and isinstance(spec := selection.model.spec, ModelSpec) and spec.hugging_face is not None:
         save_adapter(job, selection, assembly, topology, warnings.append, {})
-    if job.export is True:
+    if job.export in (True, "best"):
         check_names(job, selection, assembly)
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from d9d_core.config import ModelConfig
 from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
 from d9d_core.job_file.job import JobConfig
-from d9d_core.optimizer import Optimizer
+from d9d_core.optimizer import AveragesWeights, Optimizer
 from d9d_core.registry.manifest import Manifest
 from d9d_core.schedule import Program
 from d9d_core.subscriber import StatefulSubscriber
 from d9d_core.types import State
 from d9d_weights.checkpoint.manifest import are_losses
 from d9d_weights.checkpoint.manifest_model import average_of
+from d9d_weights.checkpoint.names import folder
 from d9d_weights.sharding.agreement import on_main
 from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.model_tensors import model_tensors
@@ -53,6 +55,7 @@ class Progress:
         skips: steps without an update because of non-finite values.
         logged: last value of each logged series; in a resumed run, initially :meth:`losses` of its checkpoint.
         trained_by: job of the checkpoint, if it differs from the run's job and no step was trained since.
+        chosen: reason why a checkpoint was chosen for the export; ``None`` for the last step.
     """
 
     step: int = 0
@@ -60,6 +63,7 @@ class Progress:
     skips: Skips = field(default_factory=Skips)
     logged: dict[str, float] = field(default_factory=dict)
     trained_by: Mapping[str, Any] | None = None
+    chosen: str | None = None
 
     def losses(self) -> dict[str, float]:
         """Last losses and evaluation values, which, unlike other logged values, are equal in repeated runs."""
@@ -271,6 +275,41 @@ class Checkpointer:
             self.store.reserve({name: tensor for name, tensor in self._weights().items() if name in large})
         return progress, trackers
 
+    @contextmanager
+    def best_weights(self, progress: Progress) -> Iterator[Progress]:
+        """Put the weights of the best checkpoint into the model inside the block, then the saved last step's again.
+
+        Collective over all ranks. After a failure inside the block, the model keeps the best checkpoint's weights.
+
+        Args:
+            progress: counters of the last step, which is saved.
+
+        Yields:
+            The counters of the best checkpoint, or ``progress`` if no checkpoint has a value to compare.
+
+        Raises:
+            CheckpointError: a checkpoint could not be read.
+        """
+        best, found = self._job.checkpoint.best, self.store.best()
+        if best is None or found is None:
+            series = "no series" if best is None else f"'{best.series}'"
+            self._note(
+                f"warning: export: no checkpoint has a value of {series}; the weights of the last step are exported"
+            )
+            yield progress
+            return
+        step, value = found
+        chosen = f"step {step:,} of {progress.step:,}, with the best {best.series} ({value:.4g})"
+        self._note(f"export: {chosen}")
+        if step == progress.step:
+            yield replace(progress, chosen=chosen)
+            return
+        checkpoint = self.store.open(folder(step))
+        values = checked_values(checkpoint.values(), checkpoint.location)
+        self._load_evaluated(checkpoint)
+        yield Progress(step, values["tokens"], Skips(), values.get("losses", {}), progress.trained_by, chosen)
+        self._load_evaluated(self.store.open(folder(progress.step)))
+
     def tensors(self) -> dict[str, Tensor]:
         """Tensors that a checkpoint holds, by their names in the checkpoint. Collective over all ranks."""
         left_out = self._left_out()
@@ -345,14 +384,23 @@ class Checkpointer:
         progress = Progress(checkpoint.step, values["tokens"], skips, values.get("losses", {}), trained_by)
         return progress, values["trackers"]
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        tensors = self._everything()
+    def _load_evaluated(self, checkpoint: Checkpoint) -> None:
+        """Load the weights, and the optimizer's state if evaluation weights are computed from it."""
+        self.before_mutation()
+        self._load_weights(
+            checkpoint, (_MODEL, _OPTIMIZER) if isinstance(self._optimizer, AveragesWeights) else (_MODEL,)
+        )
+
+    def _load_weights(self, checkpoint: Checkpoint, scopes: Sequence[str]) -> None:
+        tensors = self._weights()
         may_lack = self._left_out() & set(checkpoint.manifest.get("left_out", ()))
-        for scope in (_MODEL, _OPTIMIZER):
+        for scope in scopes:
             part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
             checkpoint.load_into(part, scope, may_lack)
-
         self._ties.copy_values()
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self._load_weights(checkpoint, (_MODEL, _OPTIMIZER))
 
         def known(metric: str, state: Mapping[str, Tensor]) -> bool:
             scope = f"{_METRICS}{metric}/"

@@ -215,13 +215,9 @@ class OpenRun:
         self.parts.checkpointer.wait()
         self._announce()
 
-    def export(
-        self, kind: Literal["model", "adapter"] | None = None, directory: Path | None = None, keep: bool = False
-    ) -> list[Path]:
+    def export(self, kind: Literal["model", "adapter"] | None = None, directory: Path | None = None) -> list[Path]:
         """Export the model with its evaluation weights; see :class:`d9d_engine.compose.export.Exporter`."""
-        self.parts.checkpointer.make_replicas_equal()
-        with self.parts.step.evaluation_weights():
-            return self.parts.export(self.progress, kind, directory, keep)
+        return self._export(self.progress, kind, directory, False)
 
     def settle(self) -> Literal["finished", "stopped"]:
         """Save the last step, and export the model if all steps are done."""
@@ -246,7 +242,12 @@ class OpenRun:
             )
         self.parts.step.task.finalize()
         # The files of a finished run describe how its weights were trained: a start that trains nothing keeps them.
-        self.export(keep=self.parts.checkpointer.has_ended)
+        keep = self.parts.checkpointer.has_ended
+        if self.parts.job.export == "best":
+            with self.parts.checkpointer.best_weights(self.progress) as progress:
+                self._export(progress, None, None, keep)
+        else:
+            self._export(self.progress, None, None, keep)
         return "finished"
 
     def rescue(self, error: Exception) -> None:
@@ -264,6 +265,13 @@ class OpenRun:
             error.add_note(f"in addition, saving failed after step {self.progress.step}: {second!r}")
         else:
             self.parts.note(f"saved after step {self.progress.step}, before this error: {type(error).__name__}")
+
+    def _export(
+        self, progress: Progress, kind: Literal["model", "adapter"] | None, directory: Path | None, keep: bool
+    ) -> list[Path]:
+        self.parts.checkpointer.make_replicas_equal()
+        with self.parts.step.evaluation_weights():
+            return self.parts.export(progress, kind, directory, keep)
 
     def _record(self, result: ev.StepResult) -> None:
         progress, statistics = self.progress, self.parts.step.statistics

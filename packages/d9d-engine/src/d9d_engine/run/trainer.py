@@ -217,7 +217,8 @@ class Trainer:
     ) -> list[Path]:
         """Write the current model in Hugging Face layout; training may continue. Collective over all ranks.
 
-        If the run was never opened, it is opened from its newest checkpoint first.
+        If the run was never opened, it is opened from its newest checkpoint first. The current weights are written also
+        if the job says ``export: best``.
 
         Args:
             directory: target directory, replaced if it exists; by default ``<run>/model`` or ``<run>/adapter``.

@@ -8,10 +8,7 @@ from typing import Literal
 from d9d_core.errors import CheckpointError
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
-from d9d_weights.checkpoint.manifest import read_manifest
 from d9d_weights.checkpoint.names import folder
-from d9d_weights.files.open import open_store
-from d9d_weights.sharding.agreement import on_main
 
 #: Choice of a checkpoint: newest, best, or a step.
 Which = Literal["newest", "best"] | int
@@ -32,26 +29,20 @@ def choose_checkpoint(store: CheckpointStore, which: Which, warn: Callable[[str]
         return store.newest(warn)
     steps = store.steps()
     if which == "best":
-        which = on_main(lambda: _best(store, steps), store.group)
+        which = _best(store)
     if which not in steps:
         there = ", ".join(map(str, sorted(steps))) or "none"
         raise CheckpointError(f"{store.directory} has no checkpoint of step {which}; there are: {there}")
     return store.open(folder(which))
 
 
-def _best(store: CheckpointStore, steps: list[int]) -> int:
-    """Step of the best checkpoint; of equally good checkpoints, the newest."""
-    rule = store.retention.best
+def _best(store: CheckpointStore) -> int:
+    """Step of the best checkpoint. Collective over all ranks."""
+    rule, found = store.retention.best, store.best()
     if rule is None:
         raise CheckpointError(f"{store.directory}: the job has no 'checkpoint.best', which defines the best checkpoint")
-    storage, scores = open_store(store.directory), {}
-    for step in steps:
-        score = read_manifest(storage, folder(step)).get("score") or {}
-        if score.get("series") == rule.series:
-            scores[step] = score["value"]
-    if not scores:
+    if found is None:
         raise CheckpointError(
             f"{store.directory}: no checkpoint has a value of '{rule.series}', so there is no best checkpoint"
         )
-    sign = 1 if rule.mode == "min" else -1
-    return min(scores, key=lambda step: (sign * scores[step], -step))
+    return found[0]

@@ -32,6 +32,7 @@ class ModelCard:
         trained: number of trained parameters, adapters included; ``None`` if unknown.
         data: facts of the data stream; ``None`` if unknown.
         step: number of optimizer steps done.
+        chosen: reason why these weights of the run were exported; ``None`` for the last step's.
         tokens: tokens (or samples) consumed; ``None`` if unknown.
         losses: last logged value of each loss or evaluation series.
         versions: versions of the packages that trained the model, by package.
@@ -46,6 +47,7 @@ class ModelCard:
     tokens: int | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    chosen: str | None = None
 
     def text(self, library: Literal["transformers", "peft"] = "transformers") -> bytes:
         """Contents of ``README.md``.
@@ -96,6 +98,8 @@ class ModelCard:
         yield "Task", _of(self.job, "task", "name")
         yield "Fine-tuning method", _of(self.job, "peft", "name") or "none"
         yield "Steps", f"{self.step:,}"
+        if self.chosen is not None:
+            yield "Exported checkpoint", self.chosen
         if self.tokens is not None:
             yield "Tokens or samples", f"{self.tokens:,}"
 
