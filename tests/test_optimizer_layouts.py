@@ -22,6 +22,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lion": {"name": "lion", "lr": 0.001},
     "muon": {"name": "muon", "lr": 0.02},
     "schedule_free": {"name": "schedule_free", "lr": 0.01},
+    "ema": {"name": "ema", "decay": 0.5, "of": {"name": "adamw", "lr": 0.01}},
     "torch": {"name": "torch", "target": "torch.optim.RMSprop", "lr": 0.001, "arguments": {"momentum": 0.9}},
 }
 

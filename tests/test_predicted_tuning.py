@@ -128,9 +128,10 @@ def test_a_method_without_a_cost_description_is_not_predicted_and_said_so() -> N
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optimizer", "mesh"),
-    [("muon", {}), ("lion", {}), ("schedule_free", {}), ("sgd", {}), ("muon", {"dp_shard": 2})],
-    ids=["muon", "lion", "schedule_free", "sgd", "muon, fsdp"],
+    [("muon", {}), ("lion", {}), ("schedule_free", {}), ("sgd", {}), ("muon", {"dp_shard": 2}), ("ema", {})],
+    ids=["muon", "lion", "schedule_free", "sgd", "muon, fsdp", "ema"],
 )
 def test_states_of_every_optimizer_are_those_of_the_plan(optimizer: str, mesh: dict[str, int]) -> None:
     parallel = ["fsdp"] if mesh else []
-    compare_with_plan(values(SMALL, optimizer={"name": optimizer, "lr": 1e-4}, mesh=mesh, parallel=parallel))
+    config = {"name": "ema", "of": {"name": "muon"}} if optimizer == "ema" else {"name": optimizer, "lr": 1e-4}
+    compare_with_plan(values(SMALL, optimizer=config, mesh=mesh, parallel=parallel))

@@ -23,7 +23,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "norm.weight": (32,),
     "heads.causal_lm.weight": (80, 32),
 }
-SPECS: dict[str, OptimizerSpec] = {spec.name: spec for spec in plugin.d9d_optimizers() if spec.cost is not None}
+SPECS: dict[str, OptimizerSpec] = {
+    spec.name: spec for spec in plugin.d9d_optimizers() if spec.cost and not spec.composite
+}
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in SPECS),
     ("adamw", {"amsgrad": True}),

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from d9d_core.optimizer import DividesGradients
 from d9d_optim.optimizer.adam import Adam
 from d9d_optim.optimizer.adamw import AdamW
 from d9d_optim.optimizer.any_torch import TorchOptimizer
-from d9d_optim.optimizer.base import NamedOptimizer
 from d9d_optim.optimizer.config import (
     AdamConfig,
     AdamWConfig,
+    EmaConfig,
     LionConfig,
     MuonConfig,
     ScheduleFreeConfig,
@@ -16,6 +17,7 @@ from d9d_optim.optimizer.config import (
     StochasticAdamWConfig,
     TorchConfig,
 )
+from d9d_optim.optimizer.ema import Ema
 from d9d_optim.optimizer.lion import Lion
 from d9d_optim.optimizer.muon import Muon
 from d9d_optim.optimizer.schedule_free import ScheduleFree
@@ -33,6 +35,7 @@ MAKERS = {
     "stochastic_adamw": lambda named: StochasticAdamW(StochasticAdamWConfig(), named),
     "muon": lambda named: Muon(MuonConfig(), named),
     "schedule_free": lambda named: ScheduleFree(ScheduleFreeConfig(), named),
+    "ema": lambda named: Ema(EmaConfig(of=LionConfig()), named, Lion),
     "torch": lambda named: TorchOptimizer(TorchConfig(target="torch.optim.RAdam", lr=0.1), named),
 }
 
@@ -45,7 +48,7 @@ def test_step_never_waits_for_the_device(kind: str) -> None:
         "weight": nn.Parameter(torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)),
         "bias": nn.Parameter(torch.ones(8, device="cuda", dtype=torch.bfloat16)),
     }
-    optimizer: NamedOptimizer = MAKERS[kind](named)
+    optimizer: DividesGradients = MAKERS[kind](named)
     optimizer.init_state()
     for parameter in named.values():
         parameter.grad = torch.ones_like(parameter)
@@ -70,7 +73,7 @@ def test_parameters_in_the_memory_of_the_host_are_updated_beside_those_of_a_devi
             name: nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16, device=device))
             for name, device in (("here", "cuda"), ("there", "cpu"))
         }
-        optimizer: NamedOptimizer = MAKERS[kind](named)
+        optimizer: DividesGradients = MAKERS[kind](named)
         optimizer.init_state()
         for parameter in named.values():
             parameter.grad = torch.ones_like(parameter)

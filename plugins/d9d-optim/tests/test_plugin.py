@@ -11,6 +11,7 @@ class TestPlugin(PluginSuite):
     plugin = "d9d_optim.plugin"
     examples: ClassVar = {
         "sgd": {"lr": 0.1},
+        "ema": {"of": "adamw"},
         "torch": {"target": "torch.optim.RAdam"},
         "piecewise": {"phases": [{"to": 1.0}]},
     }

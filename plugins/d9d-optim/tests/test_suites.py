@@ -82,6 +82,12 @@ class TestScheduleFree(OptimizerSuite):
 
 
 @pytest.mark.thorough
+class TestEma(OptimizerSuite):
+    target = "ema"
+    config: ClassVar = {"decay": 0.5, "of": {"name": "adamw", "lr": 0.01}}
+
+
+@pytest.mark.thorough
 class TestTorchRMSprop(OptimizerSuite):
     target = "torch"
     dtypes: ClassVar = ("float32",)

@@ -385,7 +385,8 @@ class OptimizerSpec(ConfiguredSpec):
 
     Attributes:
         cost: ``(config, width: int) -> OptimizerCost`` for parameters of ``width`` bytes, imported without torch, for
-            ``d9d plan``.
+            ``d9d plan``. For a composite record, the function has a further, last argument: a function with the same
+            arguments that returns the cost of any nested optimizer.
     """
 
     cost: Ref | None = None

@@ -134,10 +134,13 @@ class Workload:
 
     @cached_property
     def optimizer(self) -> OptimizerCost:
-        chosen = choose(self.registry, "optimizer", "optimizer", self.job.optimizer)
-        width = self.parameter_width
+        return self._optimizer(self.job.optimizer, self.parameter_width)
+
+    def _optimizer(self, config: PluginConfig, width: int) -> OptimizerCost:
+        chosen = choose(self.registry, "optimizer", "optimizer", config)
         if isinstance(chosen.spec, OptimizerSpec) and chosen.spec.cost is not None:
-            cost: OptimizerCost = chosen.spec.cost.load()(self.job.optimizer, width)
+            inner = (self._optimizer,) if chosen.spec.composite else ()
+            cost: OptimizerCost = chosen.spec.cost.load()(config, width, *inner)
             return cost
         self.notes.append(f"optimizer {chosen.entry} has no cost description; counted as one with two moments")
         return OptimizerCost(state=2 * width, traffic=7 * width)

@@ -7,11 +7,14 @@ tensors are counted.
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
+from d9d_core.config import PluginConfig
 from d9d_core.cost import OptimizerCost
 
-from d9d_optim.optimizer.config import AdamFields, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from d9d_optim.optimizer.config import AdamFields, AdamWConfig, EmaConfig, MuonConfig, OptimizerConfig, SGDConfig
 
 _FLOAT32, _BFLOAT16 = 4, 2
 #: Of an update of plain operations: tensors read and written, and tensors held at a time, in the state's width.
@@ -84,6 +87,23 @@ def sgd(config: SGDConfig, width: int) -> OptimizerCost:
     if config.dampening:
         return _plain(config, width, 1, _DAMPENED)
     return _by_torch(config, width, _fused(config, width, 1 if config.momentum else 0))
+
+
+def ema(config: EmaConfig, width: int, inner: Callable[[PluginConfig, int], OptimizerCost]) -> OptimizerCost:
+    """Cost of ``ema``: the cost of the averaged optimizer, and a float32 average that each step reads and writes."""
+    return _averaged(inner(config.of, width), width)
+
+
+def _averaged(cost: OptimizerCost, width: int) -> OptimizerCost:
+    of_weight = cost.of_weight
+    return replace(
+        cost,
+        state=cost.state + _FLOAT32,
+        # A narrower parameter is copied to float32 first, one at a time.
+        traffic=cost.traffic + width + 2 * _FLOAT32 + (2 * _FLOAT32 if width < _FLOAT32 else 0),
+        workspace_of_one=max(cost.workspace_of_one, _FLOAT32 if width < _FLOAT32 else 0),
+        of_weight=None if of_weight is None else lambda name, shape: _averaged(of_weight(name, shape), width),
+    )
 
 
 def muon(config: MuonConfig, width: int) -> OptimizerCost:

@@ -62,6 +62,14 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
         cost=Ref("d9d_optim.costs:schedule_free"),
     )
     yield OptimizerSpec(
+        name="ema",
+        summary="Averages of the weights over steps, on top of another optimizer, for evaluation and export.",
+        config=Ref("d9d_optim.optimizer.config:EmaConfig"),
+        build=Ref("d9d_optim.optimizer.ema:ema"),
+        composite=True,
+        cost=Ref("d9d_optim.costs:ema"),
+    )
+    yield OptimizerSpec(
         name="torch",
         summary="Any subclass of torch.optim.Optimizer, by its import path.",
         config=Ref("d9d_optim.optimizer.config:TorchConfig"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -291,3 +292,25 @@ def divide(gradients: list[Tensor], divisor: Tensor) -> None:
 def keep_if(gate: Tensor, tensor: Tensor, new: Tensor) -> None:
     """Set ``tensor`` to ``new`` if the 0-d ``gate`` is true; otherwise no bit changes, even if ``new`` has NaN."""
     tensor.copy_(torch.where(gate, new.to(tensor.dtype), tensor))
+
+
+@contextmanager
+def replaced(parameters: Mapping[str, nn.Parameter], value: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Replace the values of parameters inside the ``with`` block; afterwards their bits are restored.
+
+    Args:
+        parameters: parameters by name.
+        value: function from a parameter's name and this rank's shard to the values inside the block, in any dtype.
+    """
+    before = {}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            shard = local(parameter)
+            before[name] = shard.clone()
+            shard.copy_(value(name, shard))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, shard in before.items():
+                local(parameters[name]).copy_(shard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from d9d_core.config import LoadsCode, PluginConfig, Section
+from d9d_core.job_file.open_union import Named
 from pydantic import AfterValidator, Field, model_validator
 
 
@@ -227,6 +228,29 @@ class ScheduleFreeConfig(OptimizerConfig):
     """Exponent of the largest learning rate so far in the weight of a step in the average."""
     state_dtype: Literal["parameter", "float32"] = "float32"
     """Number format of the state: each parameter's own, or float32 for narrower parameters."""
+
+
+class EmaConfig(PluginConfig):
+    """Averages of the weights over steps, on top of another optimizer; used for evaluation and export."""
+
+    name: Literal["ema"] = "ema"
+    """Selects the plugin."""
+    of: Annotated[PluginConfig, Named("optimizer")]
+    """Optimizer whose weights are averaged, written as under ``optimizer``."""
+    decay: Beta | None = 0.999
+    """Fraction of the average that is kept per step; null averages the weights of all steps equally (SWA)."""
+    warmup: bool = True
+    """Use at most the decay ``(1 + n) / (10 + n)`` in the n-th averaged step, so that short runs forget their initial
+    weights."""
+    start: int = Field(default=0, ge=0)
+    """Steps before averaging starts; until then the average equals the weights."""
+    apply: bool = True
+    """Evaluate and export the averages; false only stores them in checkpoints, so that a later start can use them."""
+
+    @property
+    def lr(self) -> float:
+        """Base learning rate of the averaged optimizer, 1 if it has none."""
+        return float(getattr(self.of, "lr", 1.0))
 
 
 class TorchConfig(OptimizerConfig):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from d9d_core.tensors import local
 from torch import Tensor, nn
 
-from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, keep_if, zeros
+from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, keep_if, replaced, zeros
 from d9d_optim.optimizer.config import ScheduleFreeConfig
 
 
@@ -57,25 +57,18 @@ class ScheduleFree(NamedOptimizer):
         """Slot ``z``, and the weight ``1 - 1 / beta1`` with which ``x`` is ``lerp(y, z, weight)``."""
         return "z", 1 - 1 / self._config.betas[0]
 
-    @contextmanager
-    def evaluation_weights(self) -> Iterator[None]:
+    def evaluation_weights(self) -> AbstractContextManager[None]:
         """Let the parameters hold the averages inside the ``with`` block; afterwards their bits are restored.
 
         The block takes memory for a copy of this rank's parameters.
         """
-        training = {}
         state, (slot, weight) = self._materialised(), self.average
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                y, z = local(parameter), local(state[name][slot])
-                training[name] = y.clone()
-                y.copy_(torch.lerp(y.to(z.dtype), z, weight))
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, y in training.items():
-                    local(self._parameters[name]).copy_(y)
+
+        def averaged(name: str, y: Tensor) -> Tensor:
+            z = local(state[name][slot])
+            return torch.lerp(y.to(z.dtype), z, weight)
+
+        return replaced(self._parameters, averaged)
 
 
 def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
