@@ -30,7 +30,8 @@ Lengths = Mapping[str, SampleLengths | None]
 class Spec:
     """Stand-in of any record: its costs, and its simulation."""
 
-    def __init__(self, cost: Any = None, simulate: Any = None) -> None:
+    def __init__(self, cost: Any = None, simulate: Any = None, composite: bool = False) -> None:
+        self.composite = composite
         self.cost = cost if cost is None else SimpleNamespace(load=lambda: cost)
         self.simulate = simulate if simulate is None else SimpleNamespace(load=lambda: simulate)
 
@@ -131,6 +132,13 @@ def test_an_optimizer_without_a_cost_description_counts_as_one_with_two_moments(
     assert made.notes == ["optimizer the optimizer has no cost description; counted as one with two moments"]
     case.specs["optimizer"] = Spec(lambda config, width: (config, width))
     assert cast("Any", case.make().optimizer) == ("adamw", 4)
+    costs = {"adamw": 2.0, "inner": 3.0}
+
+    def cost(config: str, width: int, inner: Any) -> float:
+        return costs[config] * width + (inner("inner", 1) if config == "adamw" else 0)
+
+    case.specs["optimizer"] = Spec(cost, composite=True)
+    assert cast("Any", case.make().optimizer) == 2.0 * 4 + 3.0
 
 
 @pytest.mark.parametrize(("mesh", "most"), [({}, 1), ({"tp": 4}, 4), ({"cp": 2}, 4), ({"cp": 2, "tp": 3}, 12)])
