@@ -71,6 +71,7 @@ def companions(files: Mapping[str, str]) -> dict[tuple[str, str], dict[str, Any]
             "model": published, "data": {"name": "tokens", "sources": [files["tokens"]], "sequence_length": 24},
         },
         ("optimizer", "sgd"): {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
+        ("optimizer", "ema"): {"optimizer": {"name": "ema", "decay": 0.5, "of": {"name": "muon", "lr": 0.01}}},
         ("optimizer", "stochastic_adamw"): {"precision": {"parameters": "bfloat16"}},
         ("optimizer", "torch"): {"optimizer": {"name": "torch", "target": "torch.optim.RAdam", "lr": 0.01}},
         ("peft method", "stack"): {
