@@ -316,7 +316,7 @@ def test_weights_are_loaded_once_for_equal_ranks_or_by_each(
     assert list(given[2]) == ["weight"]
     copies = ("dp_replicate", "dp_shard", "cp", "tp") if once else None
     assert more == {"threads": 3, "once": once, "copies": copies, "group": "world", "on_bytes": "add"}
-    assert bars == [(("loading", 40), {"shown": True})]
+    assert bars == [(("loading weights", 40), {"shown": True})]
     assert notes == [
         f"pretrained: 1 tensors from there (0.50 GiB in 2.0 s, 0.25 GiB/s{' here' if once else ''})",
         "pretrained: not in it, initialised at random: a, b",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,25 @@ def test_the_loop_tells_the_bar_of_checkpoints_and_of_what_is_logged(
     quiet(job("steps=4", "checkpoint.every=2", "logging.every=2")).train()
     assert saved == [2, 4]
     assert {"loss", "tokens_per_second"} <= logged.keys()
+
+
+def test_the_loop_names_evaluations_saves_and_exports_with_their_bytes(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[str] = []
+    told: list[tuple[int, int]] = []
+
+    @contextmanager
+    def doing(_: ProgressBar, what: str) -> Iterator[Callable[[int, int], None]]:
+        named.append(what)
+        yield lambda *amounts: told.append(amounts)
+
+    monkeypatch.setattr(ProgressBar, "doing", doing)
+    evaluation = {"every": 2, "packs": 1, "data": "toy_data"}
+    quiet(job("steps=2", "checkpoint.every=2", "export=true", evaluation=evaluation)).train()
+    assert [name for name, _ in groupby(named)] == ["evaluating", "saving", "exporting"]
+    done, total = told[-1]
+    assert done == total > told[0][0]
 
 
 def test_notes_and_steps_share_a_stream(job: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,18 +214,23 @@ def test_a_start_up_is_told_phase_by_phase_and_recorded(monkeypatch: pytest.Monk
         handlers[ev.JobConfigured](SimpleNamespace(job=SimpleNamespace(run=SimpleNamespace(directory=tmp_path))))
         times.pass_(8, 2)
         handlers[ev.ModelPlanned](ev.ModelPlanned.__new__(ev.ModelPlanned))
+        times.pass_(0.5, 0)
+        facts = {"samples": 7, "entropy": math.nan, "parts": [{"path": tmp_path}]}
+        handlers[ev.DataReady](ev.DataReady(cast("Any", SimpleNamespace(facts=facts))))
         times.pass_(16, 4)
         handlers[ev.StepEnds](STEP)
         handlers[ev.StepEnds](STEP)
         handlers[ev.PackEnds](STEP)
     assert said[2:] == [
-        "start-up: plan 8.0 s", "ready after 31.0 s: plugins 3.0, job 4.0, plan 8.0, first step 16.0",
+        "start-up: plan 8.0 s", "start-up: data 0.5 s",
+        "ready after 31.5 s: plugins 3.0, job 4.0, plan 8.0, first step 16.0",
     ]  # fmt: skip
     record = json.loads((tmp_path / startup.FILE).read_text())
-    assert (record["processes"], record["wall"], record["cpu"]) == (2, 31.0, 10.5)
+    assert (record["processes"], record["wall"], record["cpu"]) == (2, 31.5, 10.5)
     assert record["environment"] == {"python": "3"}
     assert record["phases"][0] == {"name": "plugins", "wall": 3.0, "cpu": 3.5}
-    assert record["phases"][3] == {"name": "first step", "wall": 16.0, "cpu": 4.0}
+    assert record["data"] == {"samples": 7, "entropy": "NaN", "parts": [{"path": str(tmp_path)}]}
+    assert record["phases"][4] == {"name": "first step", "wall": 16.0, "cpu": 4.0}
 
 
 def test_a_start_up_that_is_not_shown_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import fcntl
+import io
 import math
 import os
 import pty
@@ -15,7 +16,15 @@ import termios
 
 import pytest
 from d9d_engine.run.progress import ProgressBar, _Curve
+from d9d_weights import progress
 from d9d_weights.progress import SampleBar
+
+
+class Terminal(io.StringIO):
+    """Stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 class ZMQInteractiveShell:
@@ -25,6 +34,12 @@ class ZMQInteractiveShell:
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show operations of any length."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
 
 
 def show() -> None:
@@ -128,7 +143,7 @@ def test_a_terminal_shows_the_state_of_the_run_below_the_lines_that_others_print
     *lines, bar, state, end = screen_of(written)
     assert lines == [f"{kind} {step}" for step in range(1, 5) for kind in ("line", "error line")]
     assert bar.startswith("training")
-    assert "4/4 ETA" in bar
+    assert bar.endswith("4/4"), "nothing remains"
     logged = r"1,234 tokens/s  MFU 25\.0%  memory 2\.0 GiB  eval/loss 1\.500  saved at step 2"
     expected = rf"loss 1\.000 █+[▁-▇]+▁  lr 3\.0e-04  {logged}"
     assert re.fullmatch(expected, state)
@@ -173,7 +188,7 @@ def test_a_full_curve_is_halved_to_means_of_neighbours() -> None:
 
 def test_the_text_below_a_bar_has_a_curve_of_24_characters_and_the_first_known_memory() -> None:
     bar = ProgressBar(100, 7, shown=False)
-    assert bar._text_below() == "no step is done yet"
+    assert bar._text_below() == "first step, which includes all compilation"
     for step in range(40):
         bar._curve.add(float(step % 8))
     bar.issued(1, 0.1)
@@ -182,3 +197,40 @@ def test_the_text_below_a_bar_has_a_curve_of_24_characters_and_the_first_known_m
     assert len(curve) == 24
     bar.logged({"memory/allocated_gib": 1.0, "memory/resident_gib": 3.0, "loss": 5.0})
     assert bar._text_below() == f"loss 2.000 {curve}  lr 1.0e-01  memory 1.0 GiB  saved at step 7"
+
+
+def test_the_label_and_the_text_of_a_bar_name_an_activity_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    bar = ProgressBar(4, 0)
+    bar.issued(1, 0.1)
+    bar.update(1, 2.5)
+    with bar.doing("evaluating"):
+        assert bar._progress.tasks[0].description == "evaluating"
+        with bar.doing("exporting") as tell:
+            tell(2**30, 3 * 2**30)
+            assert bar._progress.tasks[0].description == "exporting"
+            assert bar._text_below() == "exporting 1.0 of 3.0 GiB  lr 1.0e-01"
+        assert bar._progress.tasks[0].description == "evaluating"
+    assert bar._progress.tasks[0].description == "training"
+    assert bar._text_below() == "loss 2.500 ▁  lr 1.0e-01"
+
+
+@pytest.mark.usefixtures("notebook")
+def test_a_notebook_names_the_bytes_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar(1, 0)
+    assert bar._progress.live.refresh_per_second == 1
+    with bar, bar.doing("exporting") as tell:
+        tell(2**19, 2**20)
+        bar._progress.refresh()
+    assert "exporting 0.5 of 1.0 MiB" in capsys.readouterr().out
+
+
+def test_a_log_names_the_bytes_of_an_export_of_the_first_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PERIOD", 0.0)
+    for shown in (True, False):
+        with ProgressBar(1, 0, shown) as bar, bar.doing("exporting") as tell:
+            tell(2**19, 2**20)
+    assert capsys.readouterr() == ("", "exporting 0.5 of 1.0 MiB\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from os import PathLike
 from typing import Any
 
@@ -121,12 +121,20 @@ class WindowReader(StorageReader):
         storage: directory of the run's checkpoints.
         name: name of the checkpoint.
         table: tensor table from the manifest, limited to the tensors to read.
+        on_bytes: called with numbers of bytes read.
     """
 
-    def __init__(self, storage: DirectoryStore, name: str, table: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        storage: DirectoryStore,
+        name: str,
+        table: Mapping[str, Any],
+        on_bytes: Callable[[int], None] = lambda _count: None,
+    ) -> None:
         self._storage = storage
         self._name = name
         self._table = table
+        self._on_bytes = on_bytes
         self._shards = {
             MetadataIndex(tensor, torch.Size(shard["offset"])): shard
             for tensor, entry in table.items()
@@ -161,6 +169,7 @@ class WindowReader(StorageReader):
                     target = planner.resolve_tensor(item)
                     tensors.read(self._shards[item.storage_index]["key"], item.storage_offsets, target)
                     planner.commit_tensor(item, target)
+                    self._on_bytes(target.nbytes)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from d9d_core.errors import CheckpointError
@@ -52,7 +52,12 @@ class Checkpoint:
         return values
 
     def load_into(
-        self, tensors: Mapping[str, Tensor], scope: str = "", optional: Collection[str] = (), only: bool = False
+        self,
+        tensors: Mapping[str, Tensor],
+        scope: str = "",
+        optional: Collection[str] = (),
+        only: bool = False,
+        on_bytes: Callable[[int], None] = lambda _count: None,
     ) -> None:
         """Copy tensors whose names begin with ``scope`` into the tensors of the same names. Collective over all ranks.
 
@@ -61,6 +66,7 @@ class Checkpoint:
             scope: prefix of the names to compare and load.
             optional: names of tensors that the checkpoint may lack; such tensors keep their values.
             only: whether further tensors in the checkpoint are allowed, and ignored.
+            on_bytes: called with numbers of bytes that this rank has read.
 
         Raises:
             CheckpointError: names, shapes or dtypes differ on any rank; then no rank copies any data.
@@ -76,7 +82,7 @@ class Checkpoint:
         local_shards = on_all(lambda: describe(tensors), self._group)
         planner = dcp_load.WindowPlanner(local_shards, frozenset(optional), table)
         try:
-            dcp_load.load(planner, dcp_load.WindowReader(self._storage, self.name, table), self._group)
+            dcp_load.load(planner, dcp_load.WindowReader(self._storage, self.name, table, on_bytes), self._group)
         except BaseException as error:
             if is_known_to_all(error, self._group):
                 raise CheckpointError(f"{self.location} cannot be loaded: {reason(error)}") from error

@@ -20,6 +20,7 @@ from d9d_core.types import State
 from d9d_core.untrusted import parse_json
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.plan import spec_bytes
 from d9d_weights.hugging_face.writer import ModelWriter
 from d9d_weights.model_card.card import MODEL_CARD, ModelCard
 from d9d_weights.model_card.public_job import changed_fields
@@ -35,6 +36,8 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Progress
 
 Kind = Literal["model", "adapter"]
+#: Function called with a number of written bytes and their total.
+Tell = Callable[[int, int], None]
 GENERATION_CONFIG = "generation_config.json"
 #: Key in the facts of a data stream: ids of the tokens that end replies in the training data.
 STOPS = "stop_token_ids"
@@ -87,7 +90,12 @@ class Exporter:
         self._save_adapter = self._find_adapter() if job.export and self._spec is not None else None
 
     def __call__(
-        self, progress: Progress, kind: Kind | None = None, directory: Path | None = None, keep: bool = False
+        self,
+        progress: Progress,
+        kind: Kind | None = None,
+        directory: Path | None = None,
+        keep: bool = False,
+        tell: Tell = lambda _done, _total: None,
     ) -> list[Path]:
         """Write the model in its current state. Collective over all ranks.
 
@@ -96,6 +104,7 @@ class Exporter:
             kind: model or adapter; by default, all that the job asks for.
             directory: target directory, replaced if it exists; by default the run's directory for this kind.
             keep: leave directories that exist as they are.
+            tell: called with the bytes of the model that this rank has written so far, and with their total.
 
         Returns:
             The directories that were written.
@@ -106,7 +115,7 @@ class Exporter:
         """
         targets = {one: directory or self._job.run.directory / one for one in self._kinds(kind)}
         kept = on_main(lambda: [one for one, path in targets.items() if keep and path.exists()], self._topology.world)
-        return [self._write(one, path, progress) for one, path in targets.items() if one not in kept]
+        return [self._write(one, path, progress, tell) for one, path in targets.items() if one not in kept]
 
     def _kinds(self, kind: Kind | None) -> list[Kind]:
         if kind == "model" and self._spec is None:
@@ -124,12 +133,12 @@ class Exporter:
         asked: list[Kind] = ["model"] if self._job.export in (True, "best") and self._spec is not None else []
         return asked if self._save_adapter is None else [*asked, "adapter"]
 
-    def _write(self, kind: Kind, directory: Path, progress: Progress) -> Path:
+    def _write(self, kind: Kind, directory: Path, progress: Progress, tell: Tell) -> Path:
         config = self._config_json()
         card = self._card(config, progress)
         try:
             if kind == "model":
-                self._write_model(directory, card, config)
+                self._write_model(directory, card, config, tell)
             else:
                 assert self._save_adapter is not None
                 self._save_adapter(directory, card)
@@ -179,14 +188,24 @@ class Exporter:
             versions=_current_versions(self._manifest),
         )
 
-    def _write_model(self, directory: Path, card: ModelCard, config: Mapping[str, Any]) -> None:
+    def _write_model(self, directory: Path, card: ModelCard, config: Mapping[str, Any], tell: Tell) -> None:
         assert self._spec is not None
         assembly, layout = self._assembly, self._spec.load()()
         with merged(assembly.peft, assembly.full_model):
             tensors = model_tensors(assembly.model)
             graph = StateGraph(layout.exporter(self._job.model), specs_of(model_tensors(assembly.full_model)))
             files = ModelFiles(config, {**self._kept_files(), MODEL_CARD: card.text()}, self._stream.save_assets)
-            writer = ModelWriter(directory, graph.specs)
+            done = 0
+
+            def count(written: int) -> None:
+                nonlocal done
+                done += written
+                tell(done, total)
+
+            writer = ModelWriter(directory, graph.specs, on_bytes=count)
+            topology = self._topology
+            mine = writer.files[topology.rank :: topology.world_size]  # the share that export_model gives to this rank
+            total = sum(spec_bytes(spec) for file in mine for spec in writer.tensors_of(file).values())
             export_model(writer, graph, tensors, files, self._topology.world, assembly.stage_holders(self._topology))
 
 

@@ -70,7 +70,7 @@ class Pretrained:
         once = job.loading.read == "once" and topology.world_size > 1
         here = {name: local(tensor).numel() for name, tensor in targets.items()}
         size = sum(count * self.graph.outputs[name].spec.dtype.itemsize for name, count in here.items())
-        with ByteBar("loading", size, shown=topology.is_main) as bar:
+        with ByteBar("loading weights", size, shown=topology.is_main) as bar:
             copies = topology.axes_group("dp_replicate", "dp_shard", "cp", "tp") if once else None
             load_tensors(
                 self.graph,

@@ -8,18 +8,15 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from d9d_core import events as ev
 from d9d_weights.files.atomic import write_text
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 #: File in the run's directory with the seconds of the last start.
 FILE = "startup.json"
@@ -27,6 +24,15 @@ FILE = "startup.json"
 _BEFORE_JOB = "plugins"
 #: Phases that show their own bars and lines on a terminal.
 _OWN_BARS = ("data", "weights", "trainer", "first step", "progress", "first pack")
+#: Phase -> text of the live line.
+_DOING = {
+    "job": "reading the job",
+    "torch": "importing torch",
+    "modules": "importing modules",
+    "processes": "connecting the processes",
+    "plan": "planning the model",
+    "optimizer": "building the optimizer",
+}
 #: Event -> the phase that it ends, and the following phase.
 _ENDS: Mapping[type[Any], tuple[str, str]] = {
     ev.ModelPlanned: ("plan", "data"),
@@ -56,9 +62,9 @@ class Phase:
 class StartUp:
     """Clock of a start-up, and a subscriber that ends its phases.
 
-    On the terminal of a single process the current phase is a live line; otherwise each finished phase is printed. The
-    first step, or the first pack of inference, ends the start-up: a summary line is printed, and the times are written
-    to the run's directory.
+    On the terminal of a single process a phase of more than a second is a live line; otherwise each finished phase is
+    printed. The first step, or the first pack of inference, ends the start-up: a line with the phases of at least a
+    second is printed, and the seconds of all phases and the facts of the data are written to the run's directory.
 
     Args:
         say: prints a line.
@@ -75,7 +81,8 @@ class StartUp:
         # One of several processes is killed if its start-up is interrupted, and would leave the terminal without a
         # cursor.
         self._terminal = shown and processes == 1 and sys.stderr.isatty()
-        self._live: Progress | None = None
+        self._live = ExitStack()
+        self._data: Any = {}
         self._wall, self._cpu = time.monotonic() - _age(), 0.0
         self._over = False
         self._unsaid: list[str] = []
@@ -86,7 +93,7 @@ class StartUp:
         phase = Phase(name, wall - self._wall, cpu - self._cpu)
         self.phases.append(phase)
         self._wall, self._cpu = wall, cpu
-        self._hide()
+        self._live.close()
         if self._shown and not self._terminal and not self._over:
             self._unsaid.append(f"start-up: {name} {phase.wall:.1f} s")
             while self._unsaid and name != _BEFORE_JOB:
@@ -108,12 +115,14 @@ class StartUp:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hide()
+        self._live.close()
 
     def _configured(self, event: ev.JobConfigured) -> None:
         self._directory = event.job.run.directory
 
     def _ended(self, event: object) -> None:
+        if isinstance(event, ev.DataReady):
+            self._data = _plain(event.stream.facts)
         self.ends(*_ENDS[type(event)])
 
     def _finish(self, name: str) -> None:
@@ -124,28 +133,23 @@ class StartUp:
         if not self._shown:
             return
         wall, cpu = sum(phase.wall for phase in self.phases), sum(phase.cpu for phase in self.phases)
-        parts = ", ".join(f"{phase.name} {phase.wall:.1f}" for phase in self.phases)
-        self._say(f"ready after {wall:.1f} s: {parts}")
+        parts = ", ".join(f"{phase.name} {phase.wall:.1f}" for phase in self.phases if phase.wall >= 1)
+        self._say(f"ready after {wall:.1f} s" + (f": {parts}" if parts else ""))
         if self._directory is not None:
             seconds = {"wall": wall, "cpu": cpu, "phases": [*map(asdict, self.phases)]}
-            record = {"processes": self._processes, **seconds, "environment": environment()}
+            record = {"processes": self._processes, **seconds, "environment": environment(), "data": self._data}
             with suppress(OSError):  # a full disk must not end the run
                 write_text(self._directory / FILE, json.dumps(record, indent=1) + "\n")
 
     def _show(self, name: str) -> None:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from d9d_weights.progress import waiting
 
-        columns = (SpinnerColumn(), TextColumn("start-up: {task.description}"), TimeElapsedColumn())
-        own_lines = sys.stdout.isatty()  # lines redirected to a file must not appear on the terminal
-        self._live = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=own_lines)
-        self._live.add_task(name, total=None)
-        self._live.start()
+        self._live.enter_context(waiting(f"start-up: {_DOING.get(name, name)}"))
 
-    def _hide(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+
+def _plain(facts: Mapping[str, Any]) -> Any:
+    """Facts of a data stream as JSON values; texts for values that JSON lacks, such as NaN."""
+    return json.loads(json.dumps(dict(facts), default=str, skipkeys=True), parse_constant=str)
 
 
 def environment() -> dict[str, str]:

@@ -18,10 +18,12 @@ from d9d_core.optimizer import AveragesWeights, Optimizer
 from d9d_core.registry.manifest import Manifest
 from d9d_core.schedule import Program
 from d9d_core.subscriber import StatefulSubscriber
+from d9d_core.tensors import local
 from d9d_core.types import State
 from d9d_weights.checkpoint.manifest import are_losses
 from d9d_weights.checkpoint.manifest_model import average_of
 from d9d_weights.checkpoint.names import folder
+from d9d_weights.progress import ByteBar, waiting
 from d9d_weights.sharding.agreement import on_main
 from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.model_tensors import model_tensors
@@ -263,7 +265,8 @@ class Checkpointer:
                 f"{self.store.directory} holds checkpoints, but checkpoint.resume is 'never'; "
                 "choose another run.name, remove them, or set checkpoint.resume to 'auto'"
             )
-        checkpoint = self.store.newest(self._note)
+        with waiting("verifying the checkpoint", shown=self.store.topology.is_main):
+            checkpoint = self.store.newest(self._note)
         if checkpoint is None and resume == "must":
             raise CheckpointError(
                 f"{self.store.directory} holds no checkpoint, but checkpoint.resume is 'must'; correct run.name and "
@@ -394,9 +397,11 @@ class Checkpointer:
     def _load_weights(self, checkpoint: Checkpoint, scopes: Sequence[str]) -> None:
         tensors = self._weights()
         may_lack = self._left_out() & set(checkpoint.manifest.get("left_out", ()))
-        for scope in scopes:
-            part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
-            checkpoint.load_into(part, scope, may_lack)
+        size = sum(local(one).nbytes for name, one in tensors.items() if name.startswith(tuple(scopes)))
+        with ByteBar("loading checkpoint", size, shown=self.store.topology.is_main) as bar:
+            for scope in scopes:
+                part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
+                checkpoint.load_into(part, scope, may_lack, on_bytes=bar.add)
         self._ties.copy_values()
 
     def _load(self, checkpoint: Checkpoint) -> None:

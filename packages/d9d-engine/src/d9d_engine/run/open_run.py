@@ -34,7 +34,9 @@ from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.run_log import HubLog
 
 #: Function that exports the model; see :class:`d9d_engine.compose.export.Exporter`.
-Export = Callable[[Progress, Literal["model", "adapter"] | None, Path | None, bool], list[Path]]
+Export = Callable[
+    [Progress, Literal["model", "adapter"] | None, Path | None, bool, Callable[[int, int], None]], list[Path]
+]
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class OpenRun:
         assert self.parts.evaluator is not None
         self._logbook.drain()
         step = self.progress.step
-        with self.clock.paused(), self.parts.profiler.ranges("evaluation"):
+        with self.clock.paused(), self.parts.profiler.ranges("evaluation"), self.bar.doing("evaluating"):
             self.parts.checkpointer.make_replicas_equal()
             self.parts.events.emit(ev.EvaluationStarts(step))
             with self.parts.step.evaluation_weights():
@@ -212,7 +214,8 @@ class OpenRun:
         """Wait for pending copies of logged values and for a running save."""
         self._logbook.drain()
         self.parts.topology.watchdog.phase("checkpoint", self.progress.step)
-        self.parts.checkpointer.wait()
+        with self.bar.doing("saving"):
+            self.parts.checkpointer.wait()
         self._announce()
 
     def export(self, kind: Literal["model", "adapter"] | None = None, directory: Path | None = None) -> list[Path]:
@@ -270,8 +273,8 @@ class OpenRun:
         self, progress: Progress, kind: Literal["model", "adapter"] | None, directory: Path | None, keep: bool
     ) -> list[Path]:
         self.parts.checkpointer.make_replicas_equal()
-        with self.parts.step.evaluation_weights():
-            return self.parts.export(progress, kind, directory, keep)
+        with self.parts.step.evaluation_weights(), self.bar.doing("exporting") as tell:
+            return self.parts.export(progress, kind, directory, keep, tell)
 
     def _record(self, result: ev.StepResult) -> None:
         progress, statistics = self.progress, self.parts.step.statistics
@@ -295,7 +298,7 @@ class OpenRun:
         progress.skips, progress.tokens = self._logbook.skips, self._logbook.tokens
         self.parts.topology.watchdog.phase("checkpoint", progress.step)
         self.parts.events.emit(ev.CheckpointStarts(progress.step))
-        with self.parts.profiler.ranges("checkpoint"):
+        with self.parts.profiler.ranges("checkpoint"), self.bar.doing("saving"):
             saved = self.parts.checkpointer.save(progress, wait)
         self._saved = progress.step if saved else self._saved
         self.collection.after_pause()

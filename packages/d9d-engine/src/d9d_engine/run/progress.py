@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from d9d_weights.progress import bar_of
+from d9d_weights.progress import ChangingProgress, EtaColumn, LogLines, amount, bar_of
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
 from rich.text import Text
 
 from d9d_engine.sparklines import sparklines
 
 #: Width of the loss curve in characters.
 _CURVE = 24
-#: Redraws per second: each takes about a millisecond, during which it holds the interpreter lock.
+#: Redraws per second at most: each takes about a millisecond, during which it holds the interpreter lock.
 _PER_SECOND = 4
 #: Memory series; a terminal shows the last value of the first one that is logged.
 _MEMORY = ("memory/reserved_gib", "memory/allocated_gib", "memory/resident_gib")
+#: Width of the label in characters: the longest is ``evaluating``.
+_LABEL = 10
 _SHOWN = ("tokens_per_second", "mfu", "eval/loss", *_MEMORY)
 
 
@@ -58,7 +54,7 @@ class _Curve:
             self._stride *= 2
 
 
-class _Display(Progress):
+class _Display(ChangingProgress):
     """Progress bar with a line of text below.
 
     Args:
@@ -74,13 +70,18 @@ class _Display(Progress):
         yield from super().get_renderables()
         yield Text(self._text_below(), style="dim")
 
+    def contents(self) -> Hashable:
+        """Contents of the bar and the line of text below."""
+        return super().contents(), self._text_below()
+
 
 class ProgressBar:
     """Progress bar of steps, with the state of the run.
 
     On a terminal: a bar with the remaining time; below it the loss with its curve, the learning rate, the last logged
     speed, utilisation, memory and evaluation, and the newest checkpoint. In a notebook: one line. See :func:`bar_of`.
-    The bar costs some microseconds per step: a separate thread draws it a few times per second.
+    The label of the bar names an evaluation, a save or an export while it runs. The bar costs some microseconds per
+    step: a separate thread draws it a few times per second, if it changed.
 
     Args:
         total: number of steps of the whole run.
@@ -94,11 +95,12 @@ class ProgressBar:
         self._curve = _Curve(_CURVE)
         self._logged: dict[str, float] = {}
         self._saved = done or None
-        around = (TextColumn("training"), BarColumn(), MofNCompleteColumn())
-        remaining = (TextColumn("ETA"), TimeRemainingColumn())
-        display = _display([*around, *remaining], self._text_below) if shown else None
-        one_line = (*around, TextColumn("{task.fields[shown]}"), *remaining)
-        self._progress: Progress = bar_of(one_line, shown) if display is None else display
+        self._bytes = ""
+        self._shown = shown
+        around = (TextColumn(f"{{task.description:<{_LABEL}}}"), BarColumn(), MofNCompleteColumn())
+        display = _display([*around, EtaColumn()], self._text_below) if shown else None
+        one_line = (*around, TextColumn("{task.fields[shown]}"), EtaColumn())
+        self._progress: ChangingProgress = bar_of(one_line, shown) if display is None else display
         self._task = self._progress.add_task("training", total=total, completed=done, shown="")
 
     @property
@@ -131,6 +133,36 @@ class ProgressBar:
         """Record that the checkpoint after ``step`` steps is written."""
         self._saved = step
 
+    @contextmanager
+    def doing(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Name an activity between steps as the bar's label inside the block.
+
+        Without a terminal, the amounts of a long activity are lines on standard error.
+
+        Args:
+            what: name of the activity, such as ``saving``; at most ten characters.
+
+        Yields:
+            Function to call with the number of processed bytes and their total, as the activity proceeds.
+        """
+        label, lines = self._progress.tasks[0].description, LogLines()
+
+        def tell(done: int, total: int) -> None:
+            if self._progress.disable:
+                if self._shown:
+                    lines.say(lambda: f"{what} {amount(done, total)}")
+                return
+            self._bytes = f"{what} {amount(done, total)}"
+            if not isinstance(self._progress, _Display):
+                self._progress.update(self._task, shown=self._bytes)
+
+        self._progress.update(self._task, description=what)
+        try:
+            yield tell
+        finally:
+            self._bytes = ""
+            self._progress.update(self._task, description=label, shown=self.text)
+
     def __enter__(self) -> ProgressBar:
         self._progress.start()
         return self
@@ -147,7 +179,7 @@ class ProgressBar:
     def _text_below(self) -> str:
         """Text below the bar on a terminal."""
         if math.isnan(self._lr):
-            return "no step is done yet"
+            return self._bytes or "first step, which includes all compilation"
         curve = sparklines({"loss": list(enumerate(self._curve.values))}, _CURVE)["loss"]
         parts = [f"loss {self._loss:.3f} {curve}", f"lr {self._lr:.1e}", *self._speed()]
         if (share := self._logged.get("mfu")) is not None:
@@ -159,6 +191,8 @@ class ProgressBar:
             parts.append(f"eval/loss {loss:.3f}")
         if self._saved is not None:
             parts.append(f"saved at step {self._saved}")
+        if self._bytes:
+            parts = [self._bytes, *parts[1:]]
         return "  ".join(parts)
 
 

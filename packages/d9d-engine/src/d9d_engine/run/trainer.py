@@ -238,7 +238,7 @@ class Trainer:
         run = self._life.run if self._life.started else self._life.opened()
         if run is None:
             with self.topology.watchdog.during("checkpoint"), self.step.evaluation_weights():
-                return self._parts.export(self.progress, kind, where, False)
+                return self._parts.export(self.progress, kind, where, False, lambda _done, _total: None)
         with self._life.called(run), run.clock.paused():
             self.topology.watchdog.phase("checkpoint", self.progress.step)
             return run.export(kind, where)

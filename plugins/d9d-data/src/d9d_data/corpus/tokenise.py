@@ -82,7 +82,8 @@ def _train_tokenizer(config: PreparedConfig, shards: Sequence[Shard], work: Path
         choice, end = config.tokenizer, config.end_of_text
         texts = _training_texts(shards, config.held_out, Skips() if config.malformed == "skip" else refuse)
         # Training reads the whole corpus, so the trained tokenizer is kept for a start after a kill.
-        cached_directory(work, TOKENIZER, lambda to: make_tokenizer(choice, end, texts).save(to), _silent)
+        with progress_bar("learning a tokenizer", None):
+            cached_directory(work, TOKENIZER, lambda to: make_tokenizer(choice, end, texts).save(to), _silent)
 
 
 def _silent(_text: str) -> None:
@@ -260,12 +261,12 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
 
 
 @contextmanager
-def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress_bar(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on standard error while the ``with`` block runs, if standard error is a terminal.
 
     Args:
         label: text next to the bar.
-        total: amount of work.
+        total: amount of work; ``None`` if unknown.
 
     Yields:
         A function to call with the amount of work done since its last call.
