@@ -293,7 +293,13 @@ class Sound:
                     record.started,
                     record.best("loss"),
                 ]
-                told += [facts.layout(record), facts.start_up(record), facts.plugins(record), facts.environment(record)]
+                told += [
+                    facts.layout(record),
+                    facts.data(record),
+                    facts.start_up(record),
+                    facts.plugins(record),
+                    facts.environment(record),
+                ]
                 shown = visible(str(told) + facts.job(record) + facts.overview({"a": record}))
                 if "\x1b" in shown:
                     raise WrongLoad("an escape sequence would reach the terminal")

@@ -14,7 +14,7 @@ from d9d_core.errors import JobError
 from d9d_core.job_file.job import JobConfig
 from d9d_engine.compose import root as root_module
 from d9d_engine.compose.parts import data, evaluator, series, statistics
-from d9d_engine.compose.parts.data import count_steps, documents_of, open_data, split_of
+from d9d_engine.compose.parts.data import count_steps, documents_of, open_data, split_of, summary_of
 from d9d_engine.compose.parts.statistics import build_statistics, unique_name
 from d9d_engine.compose.root import Root, build_task, circumstances
 from d9d_engine.step.metrics import Statistics
@@ -314,3 +314,28 @@ def test_an_error_of_a_metric_names_the_metric_and_its_method() -> None:
     with pytest.raises(ValueError, match="x") as caught:
         made.update({})
     assert caught.value.__notes__ == ["raised in update() of metric 'mine'"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "every", "text"),
+    [
+        ({}, None, "text; no evaluation"),
+        (
+            {"samples": 5451, "tokens": 697746, "sequence_length": 128, "unused_positions": 0.0, "vocab_size": 2048},
+            100,
+            "text, 5,451 samples, 697,746 tokens; length 128; evaluated every 100 steps",
+        ),
+        (
+            {"tokens": 9000, "learned_tokens": 1234, "sequence_length": 4096, "unused_positions": 0.042},
+            None,
+            "text, 9,000 tokens, 1,234 learned; length 4,096, 4.2% padding; no evaluation",
+        ),
+        ({"samples": "many", "tokens": True}, None, "text; no evaluation"),
+    ],
+)
+def test_a_line_about_the_data_has_size_length_and_evaluation(
+    facts: dict[str, Any], every: int | None, text: str
+) -> None:
+    evaluation = None if every is None else SimpleNamespace(every=every, datasets={})
+    job: Any = SimpleNamespace(data=SimpleNamespace(selector="text"), evaluation=evaluation)
+    assert summary_of(job, facts) == text

@@ -112,6 +112,16 @@ def test_the_layout_shows_axes_strategies_and_processes(tmp_path: Path) -> None:
     assert facts.layout(record(tmp_path / "other", job={})) == ""
 
 
+def test_facts_of_the_data_are_rows(tmp_path: Path) -> None:
+    data = {"samples": 5451, "unigram_entropy": 6.3419, "parts": [{"dataset": "text"}]}
+    (tmp_path / "startup.json").write_text(json.dumps({"data": data}))
+    assert facts.data(record(tmp_path)) == (
+        '<div class="wide"><table><tbody><tr><th>samples</th><td>5,451</td></tr>'
+        "<tr><th>unigram entropy</th><td>6.342</td></tr>"
+        "<tr><th>parts 1: dataset</th><td>text</td></tr></tbody></table></div>"
+    )
+
+
 def test_start_up_has_a_bar_for_each_phase_and_their_sum(tmp_path: Path) -> None:
     phases = [{"name": "plan<", "wall": 1.5}, {"name": "load", "wall": 3}, {"name": "odd", "wall": "?"}, "damaged"]
     (tmp_path / "startup.json").write_text(json.dumps({"phases": phases}))
@@ -143,6 +153,7 @@ def test_sections_without_or_with_damaged_files_are_empty(tmp_path: Path, conten
         (tmp_path / "startup.json").write_text(content)
         (tmp_path / "plugins.json").write_text(content)
     run = record(tmp_path, job={})
+    assert facts.data(run) == ""
     assert [facts.start_up(run), facts.plugins(run), facts.environment(run), facts.layout(run)] == [""] * 4
 
 

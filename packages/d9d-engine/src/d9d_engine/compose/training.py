@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from d9d_core import events as ev
 from d9d_core.components.contract import check_optimizer
 from d9d_core.components.instantiate import instantiate
-from d9d_core.data import DataStream
 from d9d_core.job_file.job import JobConfig
 from d9d_core.job_file.resolve import Selection
 from d9d_core.layout.check import idle_parts
@@ -27,7 +25,7 @@ from d9d_engine.compose.executor import build_executor
 from d9d_engine.compose.export import Exporter
 from d9d_engine.compose.first_pass.build import build_first_pass
 from d9d_engine.compose.parts.cuda_graphs import step_mark
-from d9d_engine.compose.parts.data import count_steps, documents_of, split_of
+from d9d_engine.compose.parts.data import count_steps, documents_of, split_of, summary_of
 from d9d_engine.compose.parts.evaluator import build_evaluator
 from d9d_engine.compose.parts.series import check_series
 from d9d_engine.compose.parts.statistics import build_statistics, unique_name
@@ -91,10 +89,10 @@ def build(
     data_ranks, all_parts = (
         topology.axes_group(*axes) if topology.world_size > 1 else None for axes in (DATA_AXES, ("pp", *DATA_AXES))
     )
-    stream, seconds = root.open_data()
+    stream, _ = root.open_data()
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))
-    note(f"data: {_facts(stream)} ({seconds})")
+    note(f"data: {summary_of(job, stream.facts)}")
     total_steps = count_steps(job, selection.dataset, stream.facts, note)
     lr_schedule = lr_schedule or build_lr_schedule(job, selection, total_steps)
 
@@ -269,14 +267,3 @@ def _parameters(assembly: Assembly, topology: Topology) -> str:
         + (f", {training:,} of them train" if training < count else "")
         + f" on {topology.device}{share}"
     )
-
-
-def _facts(stream: DataStream) -> str:
-    def say(value: Any) -> str:
-        if isinstance(value, list):
-            return "; ".join(map(say, value))
-        if isinstance(value, dict):
-            return ", ".join(f"{name.replace('_', ' ')} {say(fact)}" for name, fact in value.items())
-        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    return say(dict(stream.facts))

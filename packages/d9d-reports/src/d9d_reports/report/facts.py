@@ -1,4 +1,4 @@
-"""HTML tables about runs: key values, layout, start-up, plugins, environment, job, differences between jobs."""
+"""HTML tables about runs: key values, layout, data, start-up, plugins, environment, job, differences between jobs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from d9d_core.job_file.reading import write_yaml
 from d9d_core.untrusted import parse_json, read_regular
 from d9d_engine.launch.startup import FILE as STARTUP
 from d9d_engine.run.directory import PLUGINS
+from d9d_weights.model_card.card import fact_rows
 
 from d9d_reports.runs.differences import differing, shown
 from d9d_reports.runs.record import RunRecord
@@ -92,6 +93,12 @@ def start_up(record: RunRecord) -> str:
     )
     total = f"<tr><th>all</th><td>{sum(seconds for _, seconds in phases):.2f} s</td><td></td></tr>"
     return f'<div class="wide"><table>{rows}{total}</table></div>' if phases else ""
+
+
+def data(record: RunRecord) -> str:
+    """Make a table of the facts of the data at the last start; empty if none are recorded."""
+    found = _read(record.directory / STARTUP).get("data")
+    return table(fact_rows(found)) if isinstance(found, Mapping) else ""
 
 
 def plugins(record: RunRecord) -> str:

@@ -127,6 +127,7 @@ def _description(name: str, record: RunRecord, several: bool) -> str:
 def _about(record: RunRecord) -> list[str]:
     sections = {
         "Layout": facts.layout(record),
+        "Data": facts.data(record),
         "Last start": facts.start_up(record),
         "Environment": facts.environment(record),
         "Plugins": facts.plugins(record),

@@ -66,7 +66,7 @@ class ModelCard:
         yield "## Data"
         yield f"Dataset: {inline(_of(self.job, 'data', 'name') or 'unknown')}."
         if self.data:
-            yield table(["fact", "value"], _rows(without_paths(self.data)))
+            yield table(["fact", "value"], fact_rows(without_paths(self.data)))
         if self.losses:
             yield "## Results"
             yield "Last logged values."
@@ -120,14 +120,15 @@ def _of(job: Mapping[str, Any], section: str, name: str) -> str:
     return " ".join(value.split()) if isinstance(value, str) else ""
 
 
-def _rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def fact_rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield name and text of each fact of a data stream; facts of the parts of a mixture are named by their part."""
     for name, value in facts.items():
         words = f"{prefix}{name.replace('_', ' ')}"
         if isinstance(value, Mapping):
-            yield from _rows(value, f"{words}: ")
+            yield from fact_rows(value, f"{words}: ")
         elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
             for number, item in enumerate(value, 1):
-                yield from _rows(item if isinstance(item, Mapping) else {"": item}, f"{words} {number}: ")
+                yield from fact_rows(item if isinstance(item, Mapping) else {"": item}, f"{words} {number}: ")
         elif isinstance(value, list):
             more = [f"and {len(value) - _SHOWN:,} more"] if len(value) > _SHOWN else []
             yield words, ", ".join([*map(_cell, value[:_SHOWN]), *more])

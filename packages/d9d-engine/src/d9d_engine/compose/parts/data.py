@@ -121,3 +121,26 @@ def count_steps(job: JobConfig, dataset: Chosen, facts: State, note: Callable[[s
     steps = math.ceil(Fraction(str(job.epochs)) * samples / job.batch.size)
     note(f"epochs: {job.epochs:g} of {samples:,} samples each are {steps:,} steps of {job.batch.size:,}")
     return steps
+
+
+def summary_of(job: JobConfig, facts: State) -> str:
+    """Summary of a job's data in a line: dataset and size, sequence length and padding, evaluation.
+
+    Args:
+        job: validated job.
+        facts: facts of the opened dataset, all of which ``startup.json`` has.
+    """
+    units = {"samples": "samples", "tokens": "tokens", "learned_tokens": "learned"}
+    size = [job.data.selector, *(f"{facts[name]:,} {unit}" for name, unit in units.items() if _is_count(facts, name))]
+    parts = [", ".join(size)]
+    if _is_count(facts, "sequence_length"):
+        unused = facts.get("unused_positions")
+        padding = f", {unused:.1%} padding" if isinstance(unused, float) and unused else ""
+        packed = " packed" if documents_of(job) else ""
+        parts.append(f"length {facts['sequence_length']:,}{packed}{padding}")
+    parts.append(f"evaluated every {job.evaluation.every:,} steps" if job.evaluation else "no evaluation")
+    return "; ".join(parts)
+
+
+def _is_count(facts: State, name: str) -> bool:
+    return isinstance(facts.get(name), int) and not isinstance(facts[name], bool)
