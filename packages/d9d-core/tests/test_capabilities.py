@@ -145,7 +145,7 @@ def test_doctor_says_which_components_lack_a_library_and_why(
     line = 'acme-kernel>=1; sys_platform == "beos"'
     monkeypatch.setattr("d9d_core.registry.capabilities.requires", lambda _: [line])
     specs = [strategy(name, requires={"import:acme_kernel", "import:json"}) for name in ("one", "two")]
-    assert examine(registry(*specs)), "a library that is left out is no fault of the machine"
+    assert examine(registry(*specs), verbose=True), "a library that is left out is no fault of the machine"
     (said,) = [line for line in " ".join(capsys.readouterr().out.split()).split(" -- ") if "acme_kernel" in line][-1:]
     assert said.endswith(
         "plugin acme: without acme_kernel, not available: strategy 'one', strategy 'two'; "

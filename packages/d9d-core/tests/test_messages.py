@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -17,11 +18,13 @@ from d9d_core.health import Health
 from d9d_core.job_file.lookup import load_config
 from d9d_core.job_file.open_union import Named
 from d9d_core.plugin import HealthCheckSpec, KernelSpec, Ref, StrategySpec, hookimpl
+from d9d_core.registry.capabilities import missing_extras
 from d9d_core.registry.entries import Entry, Origin
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
 from typer.testing import CliRunner
 
 
@@ -32,7 +35,8 @@ def test_near_names_of_all_commands_are_suggested(typo: str, meant: str) -> None
     assert f"No such command '{typo}'. Did you mean '{meant}'" in result.stderr
 
 
-def test_core_alone_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+def test_core_alone_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("d9d_core.cli.health.machine", lambda _: [])
     assert examine(Registry())
     list_records(Registry(), as_json=False)
     first, second = capsys.readouterr().out.splitlines()
@@ -40,14 +44,16 @@ def test_core_alone_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> 
         assert "no plugin is installed; to train, begin with: pip install d9d-engine" in line
 
 
-def test_doctor_prints_checks_then_plugins_then_problems_then_blocked_plugins(
+def test_doctor_prints_the_machine_then_checks_then_plugins_then_problems_then_blocked_plugins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = {
         "a:well": lambda: Health(True, "all [is] well"),
         "a:sick": lambda: Health(False, "no disk"),
+        "a:slow": lambda: Health(True, "old", "renew it"),
         "a:bad": fails,
     }
+    monkeypatch.setattr("d9d_core.cli.health.machine", lambda verbose: [("disk", Health(True, f"all: {verbose}"))])
     monkeypatch.setattr(Ref, "load", lambda ref: checks[str(ref)])
     specs = [HealthCheckSpec(name=str(ref)[2:], summary="s", run=Ref(ref)) for ref in checks]
     origin = Origin("acme", "1.2", "acme", editable=True, seconds=0.0126)
@@ -57,20 +63,42 @@ def test_doctor_prints_checks_then_plugins_then_problems_then_blocked_plugins(
         conflicts=lambda: ["two of a kind"], blocked={"other": "not allowed"}, records=dict,
     )  # fmt: skip
     monkeypatch.setattr("d9d_core.cli.health.shadowed_commands", lambda _registry, own: [f"hidden: {own}"])
+    begins = ["ok  well: all [is] well", "no  sick: no disk", "--  slow: old; renew it",
+              "no  bad: the check failed: ZeroDivisionError('by zero')"]  # fmt: skip
+    ends = ["no  plugin acme: broken", "no  two of a kind", "no  hidden: ['train']", "--  plugin other: not allowed"]
     assert not examine(registry, ["train"])  # type: ignore[arg-type]
-    assert capsys.readouterr().out.splitlines() == [
-        "ok  well: all [is] well",
-        "no  sick: no disk",
-        "no  bad: the check failed: ZeroDivisionError('by zero')",
-        "ok  plugin acme 1.2, editable (13 ms)",
-        "ok  plugin plain 2 (1500 ms)",
-        "no  plugin acme: broken",
-        "no  two of a kind",
-        "no  hidden: ['train']",
-        "--  plugin other: not allowed",
-    ]
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["ok  disk: all: False", *begins, "ok  plugins: 2 load; d9d doctor --verbose lists them", *ends]
+    assert not examine(registry, ["train"], verbose=True)  # type: ignore[arg-type]
+    said = capsys.readouterr().out.splitlines()
+    each = ["ok  plugin acme 1.2, editable (13 ms)", "ok  plugin plain 2 (1500 ms)"]
+    assert said == ["ok  disk: all: True", *begins, *each, *ends]
     specs.clear()
     assert not examine(registry)  # type: ignore[arg-type]
+
+
+def test_lines_of_doctor_are_wrapped_beside_their_marks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("d9d_core.cli.health.machine", lambda _: [("disk", Health(True, "one two three four five"))])
+    monkeypatch.setattr("d9d_core.cli.health.console_for", lambda: Console(width=24))
+    assert examine(Registry())
+    assert capsys.readouterr().out.splitlines()[:2] == ["ok  disk: one two three", "    four five"]
+
+
+def test_doctor_names_the_extras_whose_packages_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['acme-absent>=1; extra == "plots"', 'rich; extra == "plots"', 'rich; extra == "whole"', "pydantic"]
+    described = Message()
+    for extra in ("plots", "whole"):
+        described["Provides-Extra"] = extra
+    monkeypatch.setattr("d9d_core.registry.capabilities.requires", lambda _: lines)
+    monkeypatch.setattr("d9d_core.registry.capabilities.metadata", lambda _: described)
+    monkeypatch.setattr("d9d_core.cli.health.machine", lambda _: [])
+    assert missing_extras("acme") == {"plots": ["acme-absent"]}
+    assert examine(Registry(plugins=[Origin("acme", "1.2", "acme")]))
+    assert capsys.readouterr().out.splitlines()[-1] == "--  optional: acme-absent; pip install 'acme[plots]'"
 
 
 def fails() -> Health:

@@ -246,7 +246,7 @@ def test_doctor_runs_checks_and_reports_broken_plugins(here: Run, tmp_path: Path
     result = here("doctor")
     assert result.returncode == 0, result.stdout
     assert "ok  torch: torch 2." in result.stdout
-    assert "network: --nproc listens on the loopback only; runs on several machines trust everyone" in " ".join(
+    assert "network: --nproc listens on the loopback only; runs on several machines need a private network" in " ".join(
         result.stdout.split()
     )
     (tmp_path / "sick.py").write_text(

@@ -9,7 +9,14 @@ __all__ = ["Health"]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Outcome of one health check: whether it passed, and a text."""
+    """Outcome of one health check.
+
+    Attributes:
+        ok: whether the check passed; if not, the exit status of ``d9d doctor`` is 1.
+        message: text about the machine, in a line.
+        advice: what the user can do about a problem; a check that passed with advice is shown as a warning.
+    """
 
     ok: bool
     message: str
+    advice: str = ""

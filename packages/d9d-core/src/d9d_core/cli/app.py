@@ -111,11 +111,15 @@ def schema(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
 
 
 @app.command()
-def doctor(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: B006
+def doctor(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list plugins and missing libraries.")] = False,
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+) -> None:
     """Check that this machine is ready and all plugins load. Exit status 1 if not."""
     from d9d_core.cli.health import examine
 
-    if not examine(discover_plugins(plugin, no_plugins), _own_commands()):
+    if not examine(discover_plugins(plugin, no_plugins), _own_commands(), verbose):
         raise typer.Exit(1)
 
 

@@ -2,56 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.metadata import version
 
+from rich.console import Console
 from rich.text import Text
 
 from d9d_core.cli.group import shadowed_commands
+from d9d_core.cli.machine import machine
 from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.health import Health
 from d9d_core.plugin import HealthCheckSpec, Spec
-from d9d_core.registry.capabilities import how_to_get, missing_modules
+from d9d_core.registry.capabilities import BY_HAND, how_to_get, missing_extras, missing_modules
 from d9d_core.registry.entries import shown
 from d9d_core.registry.registry import Registry
 from d9d_core.terminal.console import console_for
 
 
-def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
-    """Run every health check of ``d9d doctor`` and print every plugin problem. Returns false if there is any.
+def examine(registry: Registry, own_commands: Collection[str] = (), verbose: bool = False) -> bool:
+    """Check the machine, run every health check of ``d9d doctor``, and print every plugin problem.
 
     Args:
         registry: records of the installed plugins.
         own_commands: names of d9d-core's sub-commands, which hide plugins' sub-commands of the same name.
+        verbose: print a line for each plugin and for each library that is not installed.
+
+    Returns:
+        False if there is any problem.
     """
     console = console_for()
-    sound = True
+    outcomes = [*machine(verbose), *_checks(registry)]
+    for name, health in outcomes:
+        _print(console, health.ok, f"{name}: {health.message}", health.advice)
     if text := nothing_installed(registry):
-        console.print(_line(True, text))
+        _print(console, True, text)
+    if verbose:
+        for origin in registry.plugins:
+            editable = ", editable" if origin.editable else ""
+            _print(console, True, f"plugin {origin}{editable} ({origin.seconds * 1000:.0f} ms)")
+    elif registry.plugins:
+        count = len(registry.plugins)
+        _print(console, True, f"plugins: {count} load{'s' if count == 1 else ''}; d9d doctor --verbose lists them")
+    problems = [f"plugin {problem}" for problem in registry.problems]
+    problems += registry.conflicts() + shadowed_commands(registry, own_commands)
+    for text in problems:
+        _print(console, False, text)
+    blocked = [f"plugin {distribution}: {reason}" for distribution, reason in registry.blocked.items()]
+    for text in [*_without_library(registry, verbose), *_without_extra(registry), *blocked]:
+        _print(console, None, text)
+    return not problems and all(health.ok for _, health in outcomes)
+
+
+def _checks(registry: Registry) -> Iterator[tuple[str, Health]]:
+    """Run the health checks of plugins; yield name and outcome of each check."""
     for entry in registry.entries("health check"):
         assert isinstance(entry.spec, HealthCheckSpec)
         if missing := missing_modules(entry.spec):
             names = " ".join(missing)
-            sound = False
-            console.print(_line(False, f"{entry.spec.name}: {names} is not installed; pip install {names}"))
+            yield entry.spec.name, Health(False, f"{names} is not installed; pip install {names}")
             continue
         try:
-            health: Health = entry.spec.run.load()()
+            yield entry.spec.name, entry.spec.run.load()()
         except FOREIGN_FAILURES as error:
-            health = Health(False, f"the check failed: {shown(error)}")
-        sound &= health.ok
-        console.print(_line(health.ok, f"{entry.spec.name}: {health.message}"))
-    for origin in registry.plugins:
-        editable = ", editable" if origin.editable else ""
-        console.print(_line(True, f"plugin {origin}{editable} ({origin.seconds * 1000:.0f} ms)"))
-    problems = [f"plugin {problem}" for problem in registry.problems]
-    for text in problems + registry.conflicts() + shadowed_commands(registry, own_commands):
-        sound = False
-        console.print(_line(False, text))
-    blocked = [f"plugin {distribution}: {reason}" for distribution, reason in registry.blocked.items()]
-    for text in _without_library(registry) + blocked:
-        console.print(Text.assemble(("--", "yellow"), f"  {text}"))
-    return sound
+            yield entry.spec.name, Health(False, f"the check failed: {shown(error)}")
 
 
 def nothing_installed(registry: Registry) -> str | None:
@@ -61,20 +74,45 @@ def nothing_installed(registry: Registry) -> str | None:
     return f"d9d-core {version('d9d-core')}: no plugin is installed; to train, begin with: pip install d9d-engine"
 
 
-def _without_library(registry: Registry) -> list[str]:
-    """Messages about libraries that are not installed: plugin, library, affected components, and how to install it."""
+def _without_library(registry: Registry, verbose: bool) -> list[str]:
+    """Messages about libraries that are not installed: plugin, library, affected components, and how to install it.
+
+    Args:
+        registry: records of the installed plugins.
+        verbose: print a message for each library, also for libraries that pip cannot install for a plugin.
+    """
     without: dict[tuple[str, str, str], list[str]] = {}
     for entry in registry.entries():
         if isinstance(entry.spec, Spec):
             for module in missing_modules(entry.spec):
                 key = (str(entry.origin), entry.origin.distribution, module)
                 without.setdefault(key, []).append(f"{entry.kind.name} '{entry.spec.key}'")
+    messages, others = [], []
+    for (origin, distribution, module), names in without.items():
+        how = how_to_get(distribution, module)
+        if verbose or not how.startswith(BY_HAND):
+            messages.append(f"plugin {origin}: without {module}, not available: {', '.join(names)}; {how}")
+        else:
+            others.append(f"{module} ({', '.join(names)})")
+    if others:
+        messages.append(f"optional: {', '.join(others)}; d9d doctor --verbose says where to get them")
+    return messages
+
+
+def _without_extra(registry: Registry) -> list[str]:
+    """Messages about extras of plugins' distributions whose packages are not installed."""
     return [
-        f"plugin {origin}: without {module}, not available: {', '.join(names)}; {how_to_get(distribution, module)}"
-        for (origin, distribution, module), names in without.items()
+        f"optional: {', '.join(packages)}; pip install '{origin.distribution}[{extra}]'"
+        for origin in registry.plugins
+        for extra, packages in missing_extras(origin.distribution).items()
     ]
 
 
-def _line(ok: bool, text: str) -> Text:
+def _print(console: Console, ok: bool | None, text: str, advice: str = "") -> None:
+    """Print a line with its mark, wrapped within the column of texts; ``None`` or an advice marks a warning."""
+    mark, colour = ("no", "red") if ok is False else ("ok", "green") if ok and not advice else ("--", "yellow")
     # Text, not markup: messages may contain brackets.
-    return Text.assemble(("ok", "green") if ok else ("no", "red"), f"  {text}")
+    lines = Text(f"{text}; {advice}" if advice else text).wrap(console, max(console.width - 4, 20))
+    for number, line in enumerate(lines):
+        line.rstrip()
+        console.print(Text.assemble(*(("    ",) if number else ((mark, colour), "  ")), line), soft_wrap=True)

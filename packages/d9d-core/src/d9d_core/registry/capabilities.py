@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 
 from packaging.markers import Marker
 from packaging.requirements import InvalidRequirement, Requirement
@@ -51,6 +51,8 @@ MODEL_TRAITS = (
     "layout_dependent",
     "split_backward",
 )
+#: Beginning of the advice on a library that no dependency of a plugin installs.
+BY_HAND = "see the documentation"
 _UNDECLARED = "no plugin declares the token '{}'; it may be misspelt, or a plugin is missing"
 _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
 
@@ -137,7 +139,30 @@ def how_to_get(distribution: str | None, module: str) -> str:
             if requirement.marker is None or _holds(requirement.marker):
                 return f"'pip install {distribution}' installs it"
             return f"{distribution} omits it here: {requirement.name} is supported only where {requirement.marker}"
-    return f"see the documentation of {distribution} for how to install it"
+    return f"{BY_HAND} of {distribution} for how to install it"
+
+
+def missing_extras(distribution: str) -> dict[str, list[str]]:
+    """Extras of a distribution that lack packages here: name of the extra -> packages that are not installed."""
+    try:
+        extras = metadata(distribution).get_all("Provides-Extra") or []
+        needed = [Requirement(line) for line in requires(distribution) or []]
+    except (PackageNotFoundError, ValueError, InvalidRequirement):
+        return {}
+    found = {}
+    for extra in extras:
+        own = [one for one in needed if one.marker and not _holds(one.marker) and one.marker.evaluate({"extra": extra})]
+        if missing := [one.name for one in own if not _is_installed(one.name)]:
+            found[extra] = missing
+    return found
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _requirements(distribution: str | None) -> list[Requirement]:
