@@ -23,8 +23,8 @@ from d9d_core.registry.entries import Entry, Origin
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
+from d9d_core.terminal.console import VisibleConsole
 from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 from typer.testing import CliRunner
 
 
@@ -81,7 +81,7 @@ def test_lines_of_doctor_are_wrapped_beside_their_marks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("d9d_core.cli.health.machine", lambda _: [("disk", Health(True, "one two three four five"))])
-    monkeypatch.setattr("d9d_core.cli.health.console_for", lambda: Console(width=24))
+    monkeypatch.setattr("d9d_core.cli.health.console_for", lambda: VisibleConsole(width=24))
     assert examine(Registry())
     assert capsys.readouterr().out.splitlines()[:2] == ["ok  disk: one two three", "    four five"]
 

@@ -279,7 +279,7 @@ def test_consoles_print_texts_literally_and_escape_control_characters(capsys: py
     console_for().print("b" * 10_000)
     assert capsys.readouterr().out == r"[bold]a\x1b[2J :x:" + "\n" + "b" * 10_000 + "\n"
     console_for().print("b" * 10_001)
-    assert capsys.readouterr().out == "b" * 10_000 + "\nb\n"
+    assert capsys.readouterr().out == "b" * 10_000 + "\n    b\n"
 
 
 def test_uncaught_exceptions_are_told_with_escapes(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import d9d_testing.toy.plugin as toy
@@ -63,6 +64,21 @@ def test_the_series_of_a_line_may_be_chosen(capsys: pytest.CaptureFixture[str]) 
 def test_an_evaluation_is_shown_and_a_line_without_anything_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, {"eval/loss": 1.5}) == ["step   1/300  eval/loss 1.5"]
     assert printed(capsys, {"eval/loss": 1.5}, series=["loss"]) == []
+
+
+def test_a_line_is_broken_between_series_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda text, **_: lines.extend(text.split("\n")))
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    run = ConsoleTracker(ConsoleConfig()).open(RunInfo("test", Path(), "", {}, 300, 0), None)
+    for columns in ("80", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        run.write(1, {"loss": 7.1, "grad_norm": 1.3, "perplexity": 1305.0, "lr": 2e-4, "tokens_per_second": 8658.0})
+    assert lines == [
+        "step   1/300  loss 7.1  grad_norm 1.3  perplexity 1,305  lr 2.00e-04",
+        "              8,658 tokens/s",
+        "step   1/300  loss 7.1  grad_norm 1.3  perplexity 1,305  lr 2.00e-04  8,658 tokens/s",
+    ]
 
 
 def test_the_bar_shows_the_learning_rate_of_the_step_whose_loss_it_shows() -> None:

@@ -11,6 +11,7 @@ from d9d_core.failures import exits_are_errors
 from d9d_core.job import LoadedJob
 from d9d_core.plugin import ScheduleSpec
 from d9d_core.registry.manifest import Manifest
+from d9d_core.terminal.console import folded
 from d9d_core.untrusted import visible
 
 from d9d_engine.process_env import ProcessEnv
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def print_note(text: str) -> None:
     """Print a note, such as the start of a long operation, as one line on standard output."""
     with suppress(OSError):  # a full disk or a closed terminal must not end the run
-        print(visible(text), flush=True)  # noqa: T201 - console output is the purpose
+        print(folded(visible(text)), flush=True)  # noqa: T201 - console output is the purpose
 
 
 def silent(_text: str) -> None:

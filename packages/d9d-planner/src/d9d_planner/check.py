@@ -8,8 +8,7 @@ from dataclasses import replace
 from d9d_core.errors import D9dError, JobError
 from d9d_core.job import JobFile
 from d9d_core.layout.mend import edit
-from d9d_core.terminal.console import console_for
-from rich.table import Table
+from d9d_core.terminal.console import console_for, key_value_table
 
 from d9d_planner.device import Device
 from d9d_planner.layout import Layout
@@ -40,7 +39,7 @@ def check_predictions(job: JobFile, _world_size: int | None, memory: int | None)
     """
     from d9d_engine.compose.communication.nodes import processes_of_node  # imports torch; predictions themselves do not
 
-    table = Table(box=None, show_header=False)
+    table = key_value_table()
     for number, line in enumerate(predicted(job, memory, processes_of_node(job.device))):
         table.add_row("" if number else "predicted", line)
     console_for().print(table)

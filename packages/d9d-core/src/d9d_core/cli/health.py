@@ -109,10 +109,7 @@ def _without_extra(registry: Registry) -> list[str]:
 
 
 def _print(console: Console, ok: bool | None, text: str, advice: str = "") -> None:
-    """Print a line with its mark, wrapped within the column of texts; ``None`` or an advice marks a warning."""
+    """Print a line with its mark; ``None`` or an advice marks a warning."""
     mark, colour = ("no", "red") if ok is False else ("ok", "green") if ok and not advice else ("--", "yellow")
     # Text, not markup: messages may contain brackets.
-    lines = Text(f"{text}; {advice}" if advice else text).wrap(console, max(console.width - 4, 20))
-    for number, line in enumerate(lines):
-        line.rstrip()
-        console.print(Text.assemble(*(("    ",) if number else ((mark, colour), "  ")), line), soft_wrap=True)
+    console.print(Text.assemble((mark, colour), f"  {text}", f"; {advice}" if advice else ""))

@@ -9,7 +9,7 @@ from d9d_core.config import ModelConfig
 from d9d_core.errors import D9dError
 from d9d_core.job_file.found_model import find_model
 from d9d_core.registry.registry import REFERENCE
-from d9d_core.terminal.console import console_for
+from d9d_core.terminal.console import console_for, key_value_table
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +27,7 @@ def print_plan(job: Job, plan: Plan) -> None:
     from d9d_engine.cli.stages import pipeline_line  # imports torch; an invalid job fails before
 
     console = console_for()
-    table = Table(box=None, show_header=False)
+    table = key_value_table()
     total, trained = plan.parameters
     table.add_row("mesh", mesh_line(job))
     table.add_row("model", f"{plan.selection.model.entry}: {total:,} parameters, {trained:,} of them train")

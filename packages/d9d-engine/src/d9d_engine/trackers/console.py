@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from shutil import get_terminal_size
 from typing import Literal
 
+from d9d_core.terminal.console import folded
 from d9d_core.tracker import RunInfo
 from d9d_core.types import State
 from d9d_core.untrusted import visible
@@ -44,8 +48,8 @@ class ConsoleRun:
         """Print one line; the first time that series are left out, print their names too."""
         shown = {name: value for name, value in values.items() if self._shows(name)}
         if shown:
-            text = "  ".join(_format(name, value) for name, value in shown.items())
-            _print(f"step {step:>{len(str(self._total))}}/{self._total}  {text}")
+            begin = f"step {step:>{len(str(self._total))}}/{self._total}"
+            _print(_lines(begin, [_format(name, value) for name, value in shown.items()]))
         hidden = [name for name in values if "/" in name and name not in shown]
         if hidden and not self._said:
             self._said = True
@@ -69,7 +73,18 @@ class ConsoleRun:
 
 def _print(text: str) -> None:
     with suppress(OSError):  # a full disk or a closed terminal must not end the run
-        print(visible(text), flush=True)  # noqa: T201 - console output is the purpose
+        print(folded(visible(text)), flush=True)  # noqa: T201 - console output is the purpose
+
+
+def _lines(begin: str, parts: Sequence[str]) -> str:
+    """Join the parts of a line; a terminal that is too narrow gets several lines, broken between parts."""
+    width = get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    lines = [begin]
+    for part in parts:
+        if len(lines[-1]) + 2 + len(part) > width and lines[-1].strip():
+            lines.append(" " * len(begin))
+        lines[-1] += f"  {part}"
+    return "\n".join(lines)
 
 
 def _format(name: str, value: float) -> str:

@@ -57,7 +57,7 @@ def _write(name: str, kind: Kind, model: str | None, data: list[str], teacher: s
     console = console_for()
 
     def say(text: str) -> None:
-        console.print(f"  {text}", highlight=False, soft_wrap=True)
+        console.print(f"  {text}")
 
     known = None if model is None else look_at_model(model, discover(PluginPolicy.from_environment(os.environ)))
     own, tokenizer = "", None if known is None else known.tokenizer
