@@ -222,7 +222,7 @@ def test_a_start_up_is_told_phase_by_phase_and_recorded(monkeypatch: pytest.Monk
         handlers[ev.StepEnds](STEP)
         handlers[ev.PackEnds](STEP)
     assert said[2:] == [
-        "start-up: plan 8.0 s", "start-up: data 0.5 s",
+        "start-up: plan 8.0 s",
         "ready after 31.5 s: plugins 3.0, job 4.0, plan 8.0, first step 16.0",
     ]  # fmt: skip
     record = json.loads((tmp_path / startup.FILE).read_text())

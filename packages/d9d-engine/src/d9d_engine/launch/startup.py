@@ -24,6 +24,8 @@ FILE = "startup.json"
 _BEFORE_JOB = "plugins"
 #: Phases that show their own bars and lines on a terminal.
 _OWN_BARS = ("data", "weights", "trainer", "first step", "progress", "first pack")
+#: Seconds from which a phase is named in a line.
+_TOLD = 1.0
 #: Phase -> text of the live line.
 _DOING = {
     "job": "reading the job",
@@ -62,8 +64,8 @@ class Phase:
 class StartUp:
     """Clock of a start-up, and a subscriber that ends its phases.
 
-    On the terminal of a single process a phase of more than a second is a live line; otherwise each finished phase is
-    printed. The first step, or the first pack of inference, ends the start-up: a line with the phases of at least a
+    On the terminal of a single process a phase of more than a second is a live line; otherwise it is printed when it
+    ends. The first step, or the first pack of inference, ends the start-up: a line with the phases of at least a
     second is printed, and the seconds of all phases and the facts of the data are written to the run's directory.
 
     Args:
@@ -94,7 +96,7 @@ class StartUp:
         self.phases.append(phase)
         self._wall, self._cpu = wall, cpu
         self._live.close()
-        if self._shown and not self._terminal and not self._over:
+        if self._shown and not self._terminal and not self._over and phase.wall >= _TOLD:
             self._unsaid.append(f"start-up: {name} {phase.wall:.1f} s")
             while self._unsaid and name != _BEFORE_JOB:
                 self._say(self._unsaid.pop(0))
@@ -133,7 +135,7 @@ class StartUp:
         if not self._shown:
             return
         wall, cpu = sum(phase.wall for phase in self.phases), sum(phase.cpu for phase in self.phases)
-        parts = ", ".join(f"{phase.name} {phase.wall:.1f}" for phase in self.phases if phase.wall >= 1)
+        parts = ", ".join(f"{phase.name} {phase.wall:.1f}" for phase in self.phases if phase.wall >= _TOLD)
         self._say(f"ready after {wall:.1f} s" + (f": {parts}" if parts else ""))
         if self._directory is not None:
             seconds = {"wall": wall, "cpu": cpu, "phases": [*map(asdict, self.phases)]}

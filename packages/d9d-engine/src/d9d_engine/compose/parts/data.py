@@ -136,8 +136,7 @@ def summary_of(job: JobConfig, facts: State) -> str:
     if _is_count(facts, "sequence_length"):
         unused = facts.get("unused_positions")
         padding = f", {unused:.1%} padding" if isinstance(unused, float) and unused else ""
-        packed = " packed" if documents_of(job) else ""
-        parts.append(f"length {facts['sequence_length']:,}{packed}{padding}")
+        parts.append(f"length {facts['sequence_length']:,}{padding}")
     parts.append(f"evaluated every {job.evaluation.every:,} steps" if job.evaluation else "no evaluation")
     return "; ".join(parts)
 
