@@ -207,12 +207,14 @@ def test_the_label_and_the_text_of_a_bar_name_an_activity_between_steps(monkeypa
     bar.update(1, 2.5)
     with bar.doing("evaluating"):
         assert bar._progress.tasks[0].description == "evaluating"
-        with bar.doing("exporting") as tell:
-            tell(2**30, 3 * 2**30)
+        with bar.doing("exporting"):
+            bar.told("saving", 1, 2)  # in the background
+            bar.told("exporting", 2**30, 3 * 2**30)
             assert bar._progress.tasks[0].description == "exporting"
             assert bar._text_below() == "exporting 1.0 of 3.0 GiB  lr 1.0e-01"
         assert bar._progress.tasks[0].description == "evaluating"
     assert bar._progress.tasks[0].description == "training"
+    bar.told("saving", 1, 2)
     assert bar._text_below() == "loss 2.500 ▁  lr 1.0e-01"
 
 
@@ -220,8 +222,8 @@ def test_the_label_and_the_text_of_a_bar_name_an_activity_between_steps(monkeypa
 def test_a_notebook_names_the_bytes_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
     bar = ProgressBar(1, 0)
     assert bar._progress.live.refresh_per_second == 1
-    with bar, bar.doing("exporting") as tell:
-        tell(2**19, 2**20)
+    with bar, bar.doing("exporting"):
+        bar.told("exporting", 2**19, 2**20)
         bar._progress.refresh()
     assert "exporting 0.5 of 1.0 MiB" in capsys.readouterr().out
 
@@ -231,6 +233,6 @@ def test_a_log_names_the_bytes_of_an_export_of_the_first_rank(
 ) -> None:
     monkeypatch.setattr(progress, "PERIOD", 0.0)
     for shown in (True, False):
-        with ProgressBar(1, 0, shown) as bar, bar.doing("exporting") as tell:
-            tell(2**19, 2**20)
+        with ProgressBar(1, 0, shown) as bar, bar.doing("exporting"):
+            bar.told("exporting", 2**19, 2**20)
     assert capsys.readouterr() == ("", "exporting 0.5 of 1.0 MiB\n")

@@ -107,16 +107,24 @@ class CheckpointWriter(StorageWriter):
         step: number of optimizer steps done.
         values: returns the contents of ``state.json``; called on the first rank after all tensors are written.
         facts: JSON values for the manifest; taken from the first rank.
+        tell: called with the bytes that this rank has written so far, and with the size of its file.
     """
 
     def __init__(
-        self, draft: Draft, rank: int, step: int, values: Callable[[], bytes], facts: Mapping[str, Any]
+        self,
+        draft: Draft,
+        rank: int,
+        step: int,
+        values: Callable[[], bytes],
+        facts: Mapping[str, Any],
+        tell: Callable[[int, int], None],
     ) -> None:
         self._draft = draft
         self._rank = rank
         self._step = step
         self._values = values
         self._facts = facts
+        self._tell = tell
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         """Do nothing: a writer is used once."""
@@ -174,7 +182,7 @@ class CheckpointWriter(StorageWriter):
             assert isinstance(tensor, Tensor)
             tensors[keys[item.index]] = tensor
         with self._draft.create(file) as out:
-            written = write_tensors(out, tensors)
+            written = write_tensors(out, tensors, self._tell)
         return [
             WriteResult(index, tensors[key].nbytes, (file, key, written.bytes, written.sha256))
             for index, key in keys.items()

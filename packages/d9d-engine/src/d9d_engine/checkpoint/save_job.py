@@ -31,6 +31,7 @@ class SaveJob:
         group: process group of all ranks; must not be used elsewhere while the save runs.
         pruner: removes old checkpoints.
         kept_before: for each of these steps, the last checkpoint before it is kept.
+        tell: called with the bytes that this rank has written so far, and with the size of its file.
     """
 
     storage: DirectoryStore
@@ -42,6 +43,7 @@ class SaveJob:
     group: dist.ProcessGroup | None
     pruner: Pruner
     kept_before: Sequence[int] = ()
+    tell: Callable[[int, int], None] = lambda _done, _total: None
 
     def run(self, ready: Callable[[], Mapping[str, LocalShards]], stall: float | None) -> SaveReport:
         """Write and publish the checkpoint, and remove old checkpoints. Collective over ``group``.
@@ -59,7 +61,7 @@ class SaveJob:
 
         began = time.perf_counter()
         draft, location = self.storage.draft(self.name), self.storage.location(self.name)
-        writer = dcp_save.CheckpointWriter(draft, self.rank, self.step, self.values, self.facts)
+        writer = dcp_save.CheckpointWriter(draft, self.rank, self.step, self.values, self.facts, self.tell)
         try:
             size = dcp_save.save(dcp_save.ShardPlanner(ready), writer, self.group)
         except BaseException as error:

@@ -250,6 +250,7 @@ class CheckpointStore:
         kept_before: Sequence[int] = (),
         wait: bool = False,
         late_values: Callable[[], Mapping[str, Any]] = dict,
+        tell: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> bool:
         """Write a checkpoint, then remove surplus checkpoints. Collective over all ranks.
 
@@ -271,6 +272,7 @@ class CheckpointStore:
             wait: return after the checkpoint is written, even if the store is asynchronous; makes no copies.
             late_values: returns further values for ``state.json``; may be slow. Called on the first rank, in the
                 writing thread, after all tensors are written, once per attempt.
+            tell: called in the writing thread with the bytes that this rank has written, and with the size of its file.
 
         Returns:
             Whether the checkpoint is written or being written; if false, call again. The same on all ranks.
@@ -299,7 +301,7 @@ class CheckpointStore:
         content, facts = snapshot
         job = SaveJob(
             self._storage, name, step, lambda: with_values(content, late_values()), facts,
-            rank=self.topology.rank, group=self.group, pruner=self._pruner, kept_before=kept_before,
+            rank=self.topology.rank, group=self.group, pruner=self._pruner, kept_before=kept_before, tell=tell,
         )  # fmt: skip
         if wait or not self.asynchronous:
 

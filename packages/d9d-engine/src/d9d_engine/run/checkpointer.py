@@ -181,7 +181,12 @@ class Checkpointer:
         for resynchronise in self._resynchronise:
             resynchronise()
 
-    def save(self, progress: Progress, wait: bool = False) -> bool:
+    def save(
+        self,
+        progress: Progress,
+        wait: bool = False,
+        tell: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> bool:
         """Save the current state. Collective over all ranks.
 
         :meth:`poll` reports the completed checkpoint. Parameters and optimizer state must not change until
@@ -190,6 +195,7 @@ class Checkpointer:
         Args:
             progress: counters and logged values.
             wait: return after the checkpoint is written.
+            tell: called in the writing thread with the bytes that this rank has written, and with the size of its file.
 
         Returns:
             Whether the checkpoint is written or being written. False: the storage failed, and ``tolerate_failures`` of
@@ -228,6 +234,7 @@ class Checkpointer:
             kept_before=progress.skips.kept_before,
             wait=wait,
             late_values=lambda: {"trackers": trackers()},
+            tell=tell,
         )
 
     def before_mutation(self) -> None:

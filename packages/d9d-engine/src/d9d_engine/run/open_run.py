@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -273,8 +274,8 @@ class OpenRun:
         self, progress: Progress, kind: Literal["model", "adapter"] | None, directory: Path | None, keep: bool
     ) -> list[Path]:
         self.parts.checkpointer.make_replicas_equal()
-        with self.parts.step.evaluation_weights(), self.bar.doing("exporting") as tell:
-            return self.parts.export(progress, kind, directory, keep, tell)
+        with self.parts.step.evaluation_weights(), self.bar.doing("exporting"):
+            return self.parts.export(progress, kind, directory, keep, partial(self.bar.told, "exporting"))
 
     def _record(self, result: ev.StepResult) -> None:
         progress, statistics = self.progress, self.parts.step.statistics
@@ -299,7 +300,7 @@ class OpenRun:
         self.parts.topology.watchdog.phase("checkpoint", progress.step)
         self.parts.events.emit(ev.CheckpointStarts(progress.step))
         with self.parts.profiler.ranges("checkpoint"), self.bar.doing("saving"):
-            saved = self.parts.checkpointer.save(progress, wait)
+            saved = self.parts.checkpointer.save(progress, wait, partial(self.bar.told, "saving"))
         self._saved = progress.step if saved else self._saved
         self.collection.after_pause()
         self._announce()

@@ -75,6 +75,19 @@ class _Display(ChangingProgress):
         return super().contents(), self._text_below()
 
 
+class _Activity:
+    """Activity between steps, with the text about its bytes.
+
+    Args:
+        name: name of the activity.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bytes = ""
+        self.lines = LogLines()
+
+
 class ProgressBar:
     """Progress bar of steps, with the state of the run.
 
@@ -95,7 +108,7 @@ class ProgressBar:
         self._curve = _Curve(_CURVE)
         self._logged: dict[str, float] = {}
         self._saved = done or None
-        self._bytes = ""
+        self._activity: _Activity | None = None
         self._shown = shown
         around = (TextColumn(f"{{task.description:<{_LABEL}}}"), BarColumn(), MofNCompleteColumn())
         display = _display([*around, EtaColumn()], self._text_below) if shown else None
@@ -134,34 +147,43 @@ class ProgressBar:
         self._saved = step
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[Callable[[int, int], None]]:
+    def doing(self, what: str) -> Iterator[None]:
         """Name an activity between steps as the bar's label inside the block.
-
-        Without a terminal, the amounts of a long activity are lines on standard error.
 
         Args:
             what: name of the activity, such as ``saving``; at most ten characters.
-
-        Yields:
-            Function to call with the number of processed bytes and their total, as the activity proceeds.
         """
-        label, lines = self._progress.tasks[0].description, LogLines()
-
-        def tell(done: int, total: int) -> None:
-            if self._progress.disable:
-                if self._shown:
-                    lines.say(lambda: f"{what} {amount(done, total)}")
-                return
-            self._bytes = f"{what} {amount(done, total)}"
-            if not isinstance(self._progress, _Display):
-                self._progress.update(self._task, shown=self._bytes)
-
-        self._progress.update(self._task, description=what)
+        before, self._activity = self._activity, _Activity(what)
+        self._label()
         try:
-            yield tell
+            yield
         finally:
-            self._bytes = ""
-            self._progress.update(self._task, description=label, shown=self.text)
+            self._activity = before
+            self._label()
+
+    def told(self, what: str, done: int, total: int) -> None:
+        """Show the bytes of an activity, if it is the current one. Any thread may call this.
+
+        Without a terminal, the bytes of a long activity are lines on standard error.
+
+        Args:
+            what: name of the activity; a save may run in the background of others.
+            done: number of processed bytes.
+            total: number of all bytes.
+        """
+        activity = self._activity
+        if activity is None or activity.name != what:
+            return
+        activity.bytes = f"{activity.name} {amount(done, total)}"
+        if not self._progress.disable:
+            self._label()
+        elif self._shown:
+            activity.lines.say(lambda: activity.bytes)
+
+    def _label(self) -> None:
+        activity = self._activity
+        name, text = ("training", "") if activity is None else (activity.name, activity.bytes)
+        self._progress.update(self._task, description=name, shown=text or self.text)
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()
@@ -178,8 +200,9 @@ class ProgressBar:
 
     def _text_below(self) -> str:
         """Text below the bar on a terminal."""
+        told = "" if (activity := self._activity) is None else activity.bytes
         if math.isnan(self._lr):
-            return self._bytes or "first step, which includes all compilation"
+            return told or "first step, which includes all compilation"
         curve = sparklines({"loss": list(enumerate(self._curve.values))}, _CURVE)["loss"]
         parts = [f"loss {self._loss:.3f} {curve}", f"lr {self._lr:.1e}", *self._speed()]
         if (share := self._logged.get("mfu")) is not None:
@@ -191,8 +214,8 @@ class ProgressBar:
             parts.append(f"eval/loss {loss:.3f}")
         if self._saved is not None:
             parts.append(f"saved at step {self._saved}")
-        if self._bytes:
-            parts = [self._bytes, *parts[1:]]
+        if told:
+            parts[0] = told
         return "  ".join(parts)
 
 

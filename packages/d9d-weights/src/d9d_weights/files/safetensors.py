@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
@@ -68,12 +68,15 @@ class Written:
     sha256: str
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Written:
+def write_tensors(
+    file: BinaryIO, tensors: Mapping[str, Tensor], tell: Callable[[int, int], None] = lambda _done, _total: None
+) -> Written:
     """Write a safetensors file from its beginning, and hash it in the same pass.
 
     Args:
         file: file that is written sequentially.
         tensors: tensors of any shape, strides and device; device tensors are copied to host memory one at a time.
+        tell: called with the bytes written so far, and with the size of the file.
 
     Raises:
         CheckpointError: the format does not support a dtype.
@@ -87,7 +90,8 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Written:
             chunk = content[start : start + _CHUNK]
             digest.update(chunk)
             file.write(chunk)
-        size += len(content)
+            size += len(chunk)
+            tell(size, layout.bytes)
     return Written(size, digest.hexdigest())
 
 
