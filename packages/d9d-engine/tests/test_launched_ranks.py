@@ -313,7 +313,7 @@ class Attempts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Ended) -> None:
         self.outcomes, self.given = list(outcomes), list[Any]()
 
-        def run_ranks(arguments: Any, processes: int, signals: list[int], patience: float) -> Ended:
+        def run_ranks(arguments: Any, processes: int, signals: list[int], patience: float, _environ: Any) -> Ended:
             self.given.append((arguments, processes, list(signals), patience))
             return self.outcomes.pop(0)
 

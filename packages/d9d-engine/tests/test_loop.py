@@ -27,7 +27,7 @@ def test_a_run_leaves_everything_that_is_promised(job: MakeJob) -> None:
     assert (outcome.status, outcome.step) == ("finished", 12)
     directory = trained.run.directory
     assert {path.name for path in directory.iterdir()} == {
-        "job.yaml", "plugins.json", "metrics.jsonl", "loss.svg", "checkpoints", "model", "finished.json",
+        "job.yaml", "plugins.json", "facts.json", "metrics.jsonl", "loss.svg", "checkpoints", "model", "finished.json",
         "tokenizer",
     }  # fmt: skip
     assert sorted(path.name for path in (directory / "checkpoints").glob("step-*")) == [

@@ -203,7 +203,7 @@ class Times:
 
 def test_a_start_up_is_told_phase_by_phase_and_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     times, said = Times(monkeypatch), list[str]()
-    with StartUp(said.append, shown=True, processes=2) as clock:
+    with StartUp(said.append, shown=True, processes=2, command="d9d train a.yaml") as clock:
         handlers = dict(clock.subscriptions())
         times.pass_(1, 0.5)
         clock.ends("plugins", following="job")
@@ -227,7 +227,7 @@ def test_a_start_up_is_told_phase_by_phase_and_recorded(monkeypatch: pytest.Monk
     ]  # fmt: skip
     record = json.loads((tmp_path / startup.FILE).read_text())
     assert (record["processes"], record["wall"], record["cpu"]) == (2, 31.5, 10.5)
-    assert record["environment"] == {"python": "3"}
+    assert (record["environment"], record["command"]) == ({"python": "3"}, "d9d train a.yaml")
     assert record["phases"][0] == {"name": "plugins", "wall": 3.0, "cpu": 3.5}
     assert record["data"] == {"samples": 7, "entropy": "NaN", "parts": [{"path": str(tmp_path)}]}
     assert record["phases"][4] == {"name": "first step", "wall": 16.0, "cpu": 4.0}

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import yaml
+from d9d_core import events as ev
+from d9d_core.errors import JobError
 from d9d_core.program.placement import Pipeline
 from d9d_core.program.text import parse_programs
 from d9d_core.registry.manifest import Manifest
 from d9d_core.schedule import single_stage
+from d9d_core.subscriber import subscribe
 from d9d_engine.job import Job
 from d9d_engine.run.directory import (
+    FACTS,
+    FAILURE,
     JOB,
     KEPT_JOB,
     PROGRAMS,
     TOKENIZER,
     kept_jobs,
     read_ending,
+    read_failure,
     write_ending,
+    write_failure,
     write_start,
 )
 
@@ -65,3 +74,54 @@ def test_a_run_keeps_each_job_that_trained_it(job: Callable[..., Job]) -> None:
     assert start(30, 4) == [0, 30]
     assert [seed_from(step) for step in (0, 30)] == [1, 4]
     assert start(0, 5) == []
+
+
+def test_a_start_leaves_its_facts_and_undoes_the_failure(job: Callable[..., Job]) -> None:
+    made = job()
+    directory = made.run.directory
+    write_start(made, Manifest.of(made.registry), (), lambda _: None, facts={"parameters": 3})
+    assert json.loads((directory / FACTS).read_text()) == {"parameters": 3}
+    write_failure(directory, 5, JobError("no room\nhere"))
+    assert json.loads((directory / FAILURE).read_text()) == {"step": 5, "error": "no room"}
+    write_start(made, Manifest.of(made.registry), (), lambda _: None)
+    assert read_failure(directory) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(ValueError("bad"), "ValueError: bad"), (RuntimeError(), "RuntimeError"), (JobError("x"), "x")]
+)
+def test_a_failure_is_one_line_that_names_a_foreign_exception(tmp_path: Path, error: Exception, text: str) -> None:
+    write_failure(tmp_path, 1, error)
+    assert read_failure(tmp_path) == text
+    write_failure(tmp_path / "missing", 1, error)  # must not hide the error itself
+
+
+def test_a_damaged_record_of_a_failure_counts_as_missing(tmp_path: Path) -> None:
+    for content in ("{", "[]", '{"error": 3}'):
+        (tmp_path / FAILURE).write_text(content)
+        assert read_failure(tmp_path) is None
+
+
+def test_a_run_records_the_plugins_and_parameters_of_its_job_only(job: Callable[..., Job]) -> None:
+    made = job("steps=1")
+    made.build(lambda _note: None).train()
+    facts = json.loads((made.run.directory / FACTS).read_text())
+    assert facts["device"] == "cpu"
+    assert facts["parameters"] >= facts["trained_parameters"] > 0
+    parts = [part for found in facts["plugins"].values() for part in found]
+    assert "model toy_model" in parts
+    assert "optimizer toy_optimizer" in parts
+    kinds = [part.split(" ")[0] for part in parts]
+    assert kinds.count("model") == kinds.count("task") == 1, "no component that the job does not name"
+
+
+def test_a_run_that_fails_records_its_error(job: Callable[..., Job]) -> None:
+    made = job("steps=4")
+
+    def fail(_event: ev.StepEnds) -> None:
+        raise ValueError("the handler is wrong")
+
+    trainer = made.build(lambda _note: None, observers=[subscribe(ev.StepEnds)(fail)])
+    with pytest.raises(Exception, match="the handler is wrong"):
+        trainer.train()
+    assert "the handler is wrong" in (read_failure(made.run.directory) or "")

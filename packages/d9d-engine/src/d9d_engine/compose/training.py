@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from d9d_engine.compose.assemble import Assembly, assemble
 from d9d_engine.compose.executor import build_executor
 from d9d_engine.compose.export import Exporter
+from d9d_engine.compose.facts import parameter_counts, start_facts
 from d9d_engine.compose.first_pass.build import build_first_pass
 from d9d_engine.compose.parts.cuda_graphs import step_mark
 from d9d_engine.compose.parts.data import count_steps, documents_of, split_of, summary_of
@@ -103,7 +104,7 @@ def build(
     trained = {name: parameter for name, parameter in model.named_parameters() if name in assembly.trainable}
     note(f"model: {_parameters(assembly, topology)}")
 
-    optimizer, norm, _ = choose_optimizer(root, assembly)
+    optimizer, norm, kernels = choose_optimizer(root, assembly)
     optimizer.init_state()
     check_optimizer(selection.optimizer, optimizer)
     events.emit(ev.OptimizerReady(optimizer))
@@ -181,6 +182,7 @@ def build(
         note=note,
         programs=assembly.pipeline.programs(job.microbatches),
         save_assets=stream.save_assets,
+        facts=start_facts(selection, assembly, [*assembly.kernels, *kernels], topology.device, stream),
         resynchronise=[one.resynchronise for _, one in assembly.applied if one.resynchronise is not None],
     )
     return Trainer(
@@ -258,8 +260,7 @@ def _of_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> 
 
 
 def _parameters(assembly: Assembly, topology: Topology) -> str:
-    groups = (dict(assembly.full_model.named_parameters()), assembly.trained())
-    count, training = (sum(parameter.numel() for parameter in group.values()) for group in groups)
+    count, training = parameter_counts(assembly)
     here = local_numel(assembly.model.parameters())
     share = f", {here:,} of them here" if topology.world_size > 1 else ""
     return (

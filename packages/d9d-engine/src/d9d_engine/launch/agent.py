@@ -38,6 +38,7 @@ class Launch:
         restarts: number of restarts of all processes after a failure.
         name_of: rank -> name of the rank in messages.
         patience: seconds within which the last process must end after the first process ended without a failure.
+        environ: environment variables to extend; by default, the variables of this process.
     """
 
     arguments: Sequence[str]
@@ -45,6 +46,7 @@ class Launch:
     restarts: int
     name_of: Callable[[int], str]
     patience: float = 600.0
+    environ: Mapping[str, str] | None = None
 
     def run(self, interrupts: Interrupts | None = None) -> int:
         """Run until all processes have ended; prints the cause of a failure.
@@ -59,7 +61,7 @@ class Launch:
             if interrupts is not None and interrupts.requested:
                 signals.append(signal.Signals[interrupts.requested])
             for attempt in range(self.restarts + 1):
-                ended = run_ranks(self.arguments, self.processes, signals, self.patience)
+                ended = run_ranks(self.arguments, self.processes, signals, self.patience, self.environ)
                 failure = cause(ended.failed, self.name_of) if ended.failed else None
                 if ended.asked is not None:
                     return _stopped(ended, failure, first=attempt == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,7 @@ from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.errors import JobError
 
 from d9d_engine.joining import JoinsProcesses, print_note
+from d9d_engine.launch.command import VARIABLE, typed_command
 from d9d_engine.launch.process import Process
 from d9d_engine.launch.startup import StartUp
 from d9d_engine.process_env import ProcessEnv, forget_launchers, refuse_one_of_several_machines
@@ -104,7 +106,8 @@ def joined_process(
             trained``.
     """
     env = process.env
-    with StartUp(print_note, shown=env.rank == 0, processes=env.world_size) as start:
+    command = typed_command(sys.argv[1:], os.environ)
+    with StartUp(print_note, shown=env.rank == 0, processes=env.world_size, command=command) as start:
         # A single process may end as soon as it is asked, and reports a failure like every command. Ranks of a
         # distributed job stop together, after their first step.
         alone = env.launcher is None
@@ -181,4 +184,6 @@ def launch(job: JoinsProcesses, arguments: list[str], restarts: int, interrupts:
         return describe_rank(job.mesh.sizes(), rank)
 
     processes = job.mesh.world_size
-    return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of, job.timeouts.startup).run(interrupts)
+    environ = {**os.environ, VARIABLE: typed_command(sys.argv[1:], os.environ)}
+    command = ("-m", "d9d_core", *arguments)
+    return Launch(command, processes, restarts, name_of, job.timeouts.startup, environ).run(interrupts)

@@ -18,7 +18,7 @@ from typing import Any
 from d9d_core import events as ev
 from d9d_weights.files.atomic import write_text
 
-#: File in the run's directory with the seconds of the last start.
+#: File in the run's directory with the command line and the seconds of the last start.
 FILE = "startup.json"
 #: Phase whose line is printed with the next one's, so that an invalid job prints its error only.
 _BEFORE_JOB = "plugins"
@@ -72,13 +72,15 @@ class StartUp:
         say: prints a line.
         shown: whether this process prints lines and writes the file; true for one process of a run.
         processes: number of processes of the run.
+        command: command line that started the run; empty if unknown.
     """
 
-    def __init__(self, say: Callable[[str], None], shown: bool, processes: int = 1) -> None:
+    def __init__(self, say: Callable[[str], None], shown: bool, processes: int = 1, command: str = "") -> None:
         self.phases: list[Phase] = []
         self._say = say
         self._shown = shown
         self._processes = processes
+        self._command = command
         self._directory: Path | None = None
         # One of several processes is killed if its start-up is interrupted, and would leave the terminal without a
         # cursor.
@@ -139,7 +141,8 @@ class StartUp:
         self._say(f"ready after {wall:.1f} s" + (f": {parts}" if parts else ""))
         if self._directory is not None:
             seconds = {"wall": wall, "cpu": cpu, "phases": [*map(asdict, self.phases)]}
-            record = {"processes": self._processes, **seconds, "environment": environment(), "data": self._data}
+            about = {"command": self._command, "processes": self._processes}
+            record = {**about, **seconds, "environment": environment(), "data": self._data}
             with suppress(OSError):  # a full disk must not end the run
                 write_text(self._directory / FILE, json.dumps(record, indent=1) + "\n")
 

@@ -131,6 +131,7 @@ class Checkpointer:
         resynchronise: Sequence[Callable[[], None]] = (),
         programs: Sequence[Program] = (),
         save_assets: Callable[[Path], None] = lambda _directory: None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.store = store
         self._stage = stage
@@ -143,6 +144,7 @@ class Checkpointer:
         self._manifest = manifest
         self._programs = programs
         self._save_assets = save_assets
+        self._facts = facts or {}
         self._note = note
         self._stateful = dict(stateful or {})
         self._said_unscored = False
@@ -156,8 +158,8 @@ class Checkpointer:
         Raises:
             CheckpointError: a file cannot be written.
         """
-        facts = (self._job, self._manifest, self._programs, self._save_assets, step, trains)
-        on_main(lambda: write_start(*facts), self.store.group)
+        written = (self._job, self._manifest, self._programs, self._save_assets, step, trains, self._facts)
+        on_main(lambda: write_start(*written), self.store.group)
 
     @property
     def has_ended(self) -> bool:

@@ -1,11 +1,13 @@
-"""Files in a run's directory: job, plugins, programs, and a mark of a finished run. Imports no torch."""
+"""Files in a run's directory: job, plugins, facts, programs, and how the run ended. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from d9d_core.errors import D9dError
 from d9d_core.job_file.job import JobConfig
 from d9d_core.job_file.reading import write_yaml
 from d9d_core.program.text import format_programs
@@ -19,10 +21,14 @@ JOB, PLUGINS = "job.yaml", "plugins.json"
 TOKENIZER = "tokenizer"
 #: File with the programs of the pipeline ranks, one line per rank.
 PROGRAMS = "programs.txt"
+#: File with facts of the start that reports show, such as the number of parameters.
+FACTS = "facts.json"
 #: Earlier job file of a run that was continued with another job, by the first step that the earlier job trained.
 KEPT_JOB = "job-from-step-{}.yaml"
 #: File that marks a finished run.
 FILE = "finished.json"
+#: File with the error that ended the last start.
+FAILURE = "failed.json"
 
 
 def write_start(
@@ -32,11 +38,12 @@ def write_start(
     save_assets: Callable[[Path], None],
     step: int = 0,
     trains: bool = True,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a run's directory at its start: the job with all defaults, plugins, tokenizer, pipeline programs.
+    """Write a run's directory at its start: the job with all defaults, plugins, facts, tokenizer, pipeline programs.
 
-    Removes the file by which an earlier start marked the run as finished. A start that trains no step writes nothing,
-    because the existing files say how the weights were trained.
+    Removes the files by which an earlier start marked the run as finished or failed. A start that trains no step writes
+    nothing, because the existing files say how the weights were trained.
 
     Args:
         job: job of the run.
@@ -45,6 +52,7 @@ def write_start(
         save_assets: writes the data's tokenizer into a given directory.
         step: number of steps done before this start.
         trains: whether the run has steps left to train.
+        facts: facts of this start, as JSON values; see :func:`~d9d_engine.compose.facts.start_facts`.
     """
     directory = job.run.directory
     if not trains and (directory / JOB).exists():
@@ -53,6 +61,7 @@ def write_start(
     clear_ending(directory)
     _write_job(directory, write_yaml(job.resolved()), step)
     write_json(directory / PLUGINS, {"digest": manifest.digest, "plugins": manifest.to_json()})
+    write_json(directory / FACTS, facts or {})
     _write_tokenizer(directory / TOKENIZER, save_assets)
     if programs:
         write_text(directory / PROGRAMS, format_programs(programs) + "\n")
@@ -94,8 +103,33 @@ def _write_tokenizer(target: Path, save_assets: Callable[[Path], None]) -> None:
 
 
 def clear_ending(directory: Path) -> None:
-    """Remove the file by which an earlier start marked the run as finished."""
-    (directory / FILE).unlink(missing_ok=True)
+    """Remove the files by which an earlier start marked the run as finished or failed."""
+    for name in (FILE, FAILURE):
+        (directory / name).unlink(missing_ok=True)
+
+
+def write_failure(directory: Path, step: int, error: BaseException) -> None:
+    """Write the error that ended a run, in one line, if the disk takes data.
+
+    Args:
+        directory: directory of the run.
+        step: number of optimizer steps done.
+        error: exception that ended the run.
+    """
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0] if isinstance(error, D9dError) else f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+    with suppress(OSError):
+        write_json(directory / FAILURE, {"step": step, "error": text})
+
+
+def read_failure(directory: Path) -> str | None:
+    """Read the error that ended a run; ``None`` if the file is missing or damaged."""
+    try:
+        values = parse_json(read_regular(directory / FAILURE, links="near"))
+    except (OSError, ValueError):
+        return None
+    error = values.get("error") if isinstance(values, dict) else None
+    return error if isinstance(error, str) else None
 
 
 def write_ending(directory: Path, step: int, total: int, reason: str | None) -> None:

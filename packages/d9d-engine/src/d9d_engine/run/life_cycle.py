@@ -13,6 +13,7 @@ from d9d_core.tracker import RunInfo
 
 from d9d_engine.distributed.determinism import deterministic_algorithms
 from d9d_engine.run.checkpointer import Progress
+from d9d_engine.run.directory import write_failure
 from d9d_engine.run.gc import built_objects_spared
 from d9d_engine.run.open_run import Collaborators, OpenRun
 from d9d_engine.step.randomness import generators_kept
@@ -159,6 +160,8 @@ class LifeCycle:
         with suppress(Exception):  # the device may have failed
             self._parts.log.drain()
         self._parts.trackers.close("failed")
+        if self._parts.topology.is_main and isinstance(error, Exception):
+            write_failure(self._parts.job.run.directory, self.progress.step, error)
         try:
             self._parts.events.emit(ev.TrainingFailed(self.progress.step, error))
         except Exception as second:

@@ -9,8 +9,10 @@ from html import escape
 from pathlib import Path
 
 from d9d_core.errors import JobError, PluginError
+from d9d_engine.launch.startup import FILE as STARTUP
 
-from d9d_reports.report import facts
+from d9d_reports.report import facts, summary
+from d9d_reports.report.markup import folded, read_facts
 from d9d_reports.report.series import Chart, series_charts
 from d9d_reports.report.tables import table_charts
 from d9d_reports.report.timeline import timeline_charts
@@ -19,37 +21,61 @@ from d9d_reports.runs.record import RunRecord
 #: Untrusted texts of a run can neither run code nor load files in the browser.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _STYLE = """
-:root{color-scheme:light dark;--text:#1c2733;--weak:#5b6875;--line:#dde3e9;--back:#f6f8fa;--card:#fff;--bar:#3f7fd0}
-@media(prefers-color-scheme:dark){:root{--text:#e3e9ef;--weak:#97a4b1;--line:#2d3844;--back:#12181f;--card:#1a222b}}
+:root{color-scheme:light dark;--text:#1c2733;--weak:#55616e;--line:#dde3e9;--back:#f6f8fa;--card:#fff;--bar:#3f7fd0;
+--good:#1d7a43;--bad:#b3261e;--badback:#fdecea}
+@media(prefers-color-scheme:dark){:root{--text:#e3e9ef;--weak:#9dabb8;--line:#2d3844;--back:#12181f;--card:#1a222b;
+--good:#5cc98a;--bad:#ff9d94;--badback:#3a1f1f}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1240px;padding:16px;background:var(--back);color:var(--text);
 font:15px/1.45 system-ui,sans-serif}
-h1{font-size:1.5rem;margin:.2rem 0;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:1.6rem 0 .5rem}
+h1{font-size:1.5rem;margin:.2rem 0;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:1.4rem 0 .5rem}
 h3{font-size:.92rem;margin:.1rem .2rem;font-weight:600;overflow-wrap:anywhere}
-p{margin:.3rem 0}.weak,.note{color:var(--weak);overflow-wrap:anywhere}.note{font-size:.85rem;margin:.2rem}
+p{margin:.3rem 0 .6rem}.weak,.note{color:var(--weak);overflow-wrap:anywhere}.note{font-size:.85rem;margin:.2rem}
+.status{font-size:.85rem;font-weight:600;border:1px solid;border-radius:1em;padding:1px 10px;vertical-align:middle;
+color:var(--weak)}.finished{color:var(--good)}.failed,.damaged{color:var(--bad)}
+.error{background:var(--badback);border:1px solid var(--bad);border-radius:8px;padding:8px 12px;margin:.6rem 0;
+overflow-wrap:anywhere}
 .grid{display:grid;grid-template-columns:minmax(0,1fr);gap:12px}
 @media(min-width:860px){.grid{grid-template-columns:repeat(2,minmax(0,1fr))}.grid>.full{grid-column:1/-1}}
-.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:8px;min-width:0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(160px,1fr));gap:12px;margin:12px 0}
+.tile{padding:8px 12px;font-size:.85rem}.value{font-size:1.25rem;font-weight:600;font-variant-numeric:tabular-nums}
+.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:8px 12px;min-width:0}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.88rem}
 th,td{text-align:left;vertical-align:top;padding:3px 14px 3px 2px;border-bottom:1px solid var(--line)}
+tbody tr:last-child>*{border-bottom:0}
 th{font-weight:600;white-space:nowrap}
-td{max-width:26rem;overflow-wrap:break-word;font-variant-numeric:tabular-nums;min-width:4rem}
+td{max-width:32rem;overflow-wrap:break-word;font-variant-numeric:tabular-nums;min-width:4rem}
+.pairs td{max-width:none;overflow-wrap:anywhere}.pairs th{color:var(--weak)}
+@media(max-width:599px){.pairs th,.pairs td{display:block;border:0;padding:0}.pairs td{padding-bottom:5px}
+.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}}
 .bar{width:160px;min-width:90px}.bar i{display:block;height:.8em;margin-top:.3em;min-width:1px;background:var(--bar);
 border-radius:2px}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem}summary{cursor:pointer;padding:4px 0}
+.command{display:block;font-size:.8rem;padding:6px 2px 2px;border-top:1px solid var(--line)}
+.command span{display:inline-block;max-width:100%;overflow-wrap:anywhere}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem;margin:.3rem 0}
+details{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:4px 12px;margin:12px 0}
+details .card,details details{border:0;padding:4px 0}
+summary{cursor:pointer;padding:4px 0;overflow-wrap:anywhere}
+@media print{:root{color-scheme:light;--text:#1c2733;--weak:#55616e;--line:#dde3e9;--back:#fff;--card:#fff;
+--good:#1d7a43;--bad:#b3261e;--badback:#fff}body{max-width:none;padding:0}.card,.tile,tr{break-inside:avoid}.wide{overflow:visible}}
 """
 _SCRIPT = """
 "use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
+let printing = false;
 function colours() {
-  const style = getComputedStyle(document.documentElement), of = name => style.getPropertyValue(name).trim();
+  const style = getComputedStyle(document.documentElement), paper = {"--text": "#1c2733", "--line": "#dde3e9"};
+  const of = name => printing ? paper[name] : style.getPropertyValue(name).trim();
   const axis = {gridcolor: of("--line"), linecolor: of("--line"), zeroline: false, automargin: true};
   return {axis, text: of("--text")};
 }
 function draw() {
   const {axis, text} = colours(), narrow = innerWidth < 600;
+  let drawn = 0;
   charts.forEach((chart, number) => {
+    const place = document.getElementById("chart-" + number);
+    if (place.closest("details:not([open])")) return;  // drawn when the section opens, because it has no width yet
     const layout = {
       ...chart.layout, height: chart.height, autosize: true, font: {color: text, size: 12},
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest",
@@ -58,12 +84,20 @@ function draw() {
       xaxis: {...axis, ...chart.layout.xaxis}, yaxis: {...axis, ...chart.layout.yaxis},
     };
     const options = {responsive: true, displaylogo: false, displayModeBar: false};
-    Plotly.react(document.getElementById("chart-" + number), chart.traces, layout, options);
+    Plotly.react(place, chart.traces, layout, options);
+    drawn += 1;
   });
-  document.body.dataset.drawn = charts.length;
+  document.body.dataset.drawn = drawn;
 }
 draw();
 dark.addEventListener("change", draw);
+document.querySelectorAll("details").forEach(section => section.addEventListener("toggle", draw));
+addEventListener("beforeprint", () => {
+  printing = true;
+  document.querySelectorAll("details").forEach(section => { section.open = true; });
+  draw();
+});
+addEventListener("afterprint", () => { printing = false; draw(); });
 """
 
 
@@ -85,34 +119,50 @@ def report_page(runs: Mapping[str, RunRecord], made: datetime | None = None) -> 
             "first logged step on (trackers: [console, jsonl], which is the default)"
         )
     directories = {name: record.directory for name, record in runs.items()}
-    figures = [
-        ("Curves", series_charts(runs)),
-        ("Tables", table_charts(directories)),
-        ("Pipeline", timeline_charts(directories)),
+    groups = [
+        ("Curves", "", series_charts(runs)),
+        ("Tables", "heat maps of logged tables", table_charts(directories)),
+        ("Pipeline", "one step of each rank", timeline_charts(directories)),
     ]
-    charts = [chart for _, group in figures for chart in group if chart.traces]
     several = len(runs) > 1
     names = " and ".join(runs) if len(runs) < 4 else f"{len(runs)} runs"
     made = datetime.now(UTC) if made is None else made
-    body = [f"<h1>{escape(names)}</h1>"]
-    body += [f'<p class="weak">{_description(name, run, several)}</p>' for name, run in runs.items()]
-    body += [_section("", facts.overview(runs))]
+    body = [_head(names, runs), _section("", summary.trained(runs))]
     if several:
-        body += [_section("Differences of the jobs", facts.differences(runs))]
-    number = 0
-    for title, group in figures:
-        if group:
-            body += [f"<h2>{title}</h2>", '<div class="grid">']
-            for chart in group:
-                body.append(_card(chart, number, full=not number or title == "Pipeline"))
-                number += bool(chart.traces)
-            body.append("</div>")
-    body.append(f"<h2>About the run{'s' if several else ''}</h2>")
+        body += [
+            _section("Results", summary.results(runs)),
+            _section("Differences of the jobs", facts.differences(runs)),
+        ]
+    else:
+        body += [f'<div class="tiles">{summary.tiles(record)}</div>' for record in runs.values()]
+    cards = _Cards()
+    first = groups[0][2][:1]
+    body += [cards.add(chart, full=True) for chart in first]
+    plugins = {name: text for name, record in runs.items() if (text := facts.used_plugins(record))}
+    if not several:
+        body += [_section("Plugins of the job", text) for text in plugins.values()]
+    for title, says, charts in groups:
+        if rest := [chart for chart in charts if chart not in first]:
+            grid = "".join(cards.add(chart, full=title == "Pipeline") for chart in rest)
+            body.append(folded(title, says or _listed(rest), f'<div class="grid">{grid}</div>'))
     for name, record in runs.items():
-        about = f'<div class="grid">{"".join(_about(record))}</div>'
-        body.append(f"<details><summary>{escape(name)}</summary>{about}</details>" if several else about)
+        about = "\n".join(_about(record, plugins.get(name, "") if several else ""))
+        body.append(folded(name, "plugins, layout, start-up, environment, job", about) if several else about)
     body.append(f'<p class="note">Made by d9d report, {made:%Y-%m-%d %H:%M} UTC.</p>')
-    return _document(names, "\n".join(body), charts)
+    return _document(names, "\n".join(body), cards.charts)
+
+
+def _head(names: str, runs: Mapping[str, RunRecord]) -> str:
+    several = len(runs) > 1
+    status = "" if several else "".join(f' <span class="status {r.status}">{r.status}</span>' for r in runs.values())
+    lines = [f"<h1>{escape(names)}{status}</h1>"]
+    lines += [f'<p class="weak">{text}</p>' for name, run in runs.items() if (text := _description(name, run, several))]
+    for name, run in runs.items():
+        if text := summary.failure(run):
+            lines.append(
+                f'<p class="error" role="alert">{escape(f"{name} failed" if several else "failed")}: {escape(text)}</p>'
+            )
+    return "\n".join(lines)
 
 
 def _description(name: str, record: RunRecord, several: bool) -> str:
@@ -124,20 +174,23 @@ def _description(name: str, record: RunRecord, several: bool) -> str:
     return "<br>".join(escape(str(part)) for part in parts if part)
 
 
-def _about(record: RunRecord) -> list[str]:
-    sections = {
-        "Layout": facts.layout(record),
-        "Data": facts.data(record),
-        "Last start": facts.start_up(record),
-        "Environment": facts.environment(record),
-        "Plugins": facts.plugins(record),
-        "Job": facts.job(record) if record.job else "",
-    }
-    return [
-        f'<div class="card{" full" if title == "Job" else ""}"><h3>{title}</h3>{content}</div>'
-        for title, content in sections.items()
-        if content
+def _about(record: RunRecord, plugins: str) -> list[str]:
+    job, environment = record.job, read_facts(record.directory / STARTUP)
+    seconds = environment.get("wall")
+    sections = [
+        ("Plugins", "", plugins),
+        ("Layout", "mesh, strategies, batch, precision, kernels", facts.layout(record)),
+        ("Data", "all facts", facts.data(record)),
+        ("Last start", f"ready after {seconds:.1f} s" if isinstance(seconds, float) else "", facts.start_up(record)),
+        ("Environment", "versions and device", facts.environment(record)),
+        ("Job", "job.yaml, all defaults filled in", facts.job(record) if job else ""),
     ]
+    return [folded(title, says, content) for title, says, content in sections if content]
+
+
+def _listed(charts: list[Chart]) -> str:
+    names = [chart.title for chart in charts]
+    return " · ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _section(title: str, content: str) -> str:
@@ -145,10 +198,19 @@ def _section(title: str, content: str) -> str:
     return f'{heading}<div class="card">{content}</div>'
 
 
-def _card(chart: Chart, number: int, full: bool) -> str:
-    note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
-    place = f'<div id="chart-{number}"></div>' if chart.traces else ""
-    return f'<div class="card{" full" if full else ""}"><h3>{escape(chart.title)}</h3>{place}{note}</div>'
+class _Cards:
+    """Cards of charts, numbered in the order of the page."""
+
+    def __init__(self) -> None:
+        self.charts: list[Chart] = []
+
+    def add(self, chart: Chart, full: bool) -> str:
+        """Make the card of a chart; a chart without traces has a note only."""
+        note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
+        place = f'<div id="chart-{len(self.charts)}"></div>' if chart.traces else ""
+        if chart.traces:
+            self.charts.append(chart)
+        return f'<div class="card{" full" if full else ""}"><h3>{escape(chart.title)}</h3>{place}{note}</div>'
 
 
 def _document(title: str, body: str, charts: list[Chart]) -> str:

@@ -25,7 +25,8 @@ _FIRST: Mapping[str, str] = {
     "mfu": "model FLOPs utilisation (MFU)",
     "memory": "memory, GiB",
 }
-_COLOURS = ("#3f7fd0", "#e07b39", "#3a9a5b", "#c2478f", "#8a63d2", "#b08a1e", "#2a9d9d", "#d2504d")
+#: Colours with a contrast of at least 3 on a white and on a dark card.
+_COLOURS = ("#3f7fd0", "#d9691f", "#3a9a5b", "#c2478f", "#8a63d2", "#a07d18", "#259393", "#d2504d")
 #: Dash style in plotly -> name of the style in notes.
 _DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dashed and dotted"}
 #: Series without a chart: they are proportional to the x axis.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from d9d_core.errors import JobError
 from d9d_core.job_file.document import Document
 from d9d_core.untrusted import parse_json, read_regular
-from d9d_engine.run.directory import JOB, read_ending
+from d9d_engine.run.directory import JOB, read_ending, read_failure
 from d9d_engine.trackers.lines import read_lines
 from d9d_weights.files.lock import is_held
 
@@ -33,7 +33,7 @@ class RunRecord:
         job: values of the job, all defaults filled in; empty if unreadable.
         lines: logged values, each with ``step``.
         saved: step of the newest checkpoint; 0 without one.
-        error: first line of the error that ended the last start, if a sweep started it.
+        error: first line of the error that ended the last start.
         ending: contents of ``finished.json``; ``None`` if the run is unfinished.
     """
 
@@ -51,7 +51,7 @@ class RunRecord:
         with suppress(JobError):
             job = Document.read(directory / JOB, "near").values
         lines, saved = list(read_lines(directory / "metrics.jsonl")), _saved(_checkpoints(directory, job))
-        error = read_failures(directory.parent).get(directory.name)
+        error = read_failure(directory) or read_failures(directory.parent).get(directory.name)
         return cls(directory, job, lines, saved, error, read_ending(directory))
 
     @property
@@ -61,7 +61,7 @@ class RunRecord:
 
     @cached_property
     def status(self) -> Status:
-        """Status of the run. Only sweeps record ``failed``; a checkpoint distinguishes ``stopped`` from ``started``."""
+        """Status of the run. A checkpoint distinguishes ``stopped`` from ``started``."""
         if not self.job:
             return "damaged"
         checkpoints = _checkpoints(self.directory, self.job)
