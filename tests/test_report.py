@@ -31,6 +31,7 @@ def write_run(directory: Path, steps: int = 40, lr: float = 0.1, description: st
     job = {
         "run": {"name": directory.name, "description": description},
         "steps": steps,
+        "model": {"name": "hello"},
         "mesh": {"pp": 2, "dp_shard": 4},
         "parallel": [{"name": "fsdp", "reshard_after_forward": True}],
         "optimizer": {"name": "adamw", "lr": lr},
@@ -47,10 +48,18 @@ def write_run(directory: Path, steps: int = 40, lr: float = 0.1, description: st
     load = {"step": 10, "table": "router/load", "row": "layer", "column": "expert", "unit": "load", "neutral": 1.0}
     table = load | {"rows": ["0", HOSTILE], "values": [[1.0, None, 0.5], [0.5, 2.0, 1.25]]}
     (directory / "tables.jsonl").write_text(json.dumps(table) + "\n")
-    start = {"processes": 8, "phases": [{"name": "plan", "wall": 1.5, "cpu": 1}], "environment": {"torch": "2.13.0"}}
+    start = {
+        "command": f"d9d train {HOSTILE}",
+        "processes": 8,
+        "phases": [{"name": "plan", "wall": 1.5, "cpu": 1}],
+        "environment": {"torch": "2.13.0"},
+    }
     (directory / "startup.json").write_text(json.dumps(start))
     plugin = {"version": "1.2.3", "editable": False, "sha256": "ab" * 32}
     (directory / "plugins.json").write_text(json.dumps({"plugins": {"d9d-hello": plugin}}))
+    used = {"d9d-hello": ["model hello", f"task {HOSTILE}"]}
+    facts = {"device": "cpu", "parameters": 1000, "trained_parameters": 10, "data": {"samples": 5}, "plugins": used}
+    (directory / "facts.json").write_text(json.dumps(facts))
     (directory / "programs.txt").write_text(PROGRAMS)
     return directory
 
@@ -83,7 +92,17 @@ def test_a_page_has_curves_tables_timeline_and_what_ran(d9d: Run, tmp_path: Path
     assert traces["loss"]["y"][0] == pytest.approx(5.1)
     assert [t["z"][0] for c in charts_of(page) for t in c["traces"] if t["type"] == "heatmap"] == [[1.0, None, 0.5]] * 2
     shown = texts_of(page)
-    for text in ("a first try", "pp 2  dp_shard 4", "fsdp  reshard_after_forward true", "d9d-hello", "1.2.3", "1.50 s"):
+    for text in (
+        "a first try",
+        "pp 2  dp_shard 4",
+        "fsdp  reshard_after_forward true",
+        "d9d-hello",
+        "1.2.3",
+        "1.50 s",
+        "1,000 parameters, 10 trained (1.00%)",
+        "8 processes, pp 2 dp_shard 4, fsdp",
+        "5.1 → 0.225",
+    ):
         assert text in shown
     assert re.search(r"torch\s+2\.13\.0", shown)
     assert "of the time is idle" in shown
@@ -132,7 +151,7 @@ def test_what_cannot_be_reported_is_told(
 
 def test_damaged_files_beside_the_log_leave_their_part_out(d9d: Run, tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
-    for name in ("startup.json", "plugins.json", "programs.txt"):
+    for name in ("startup.json", "plugins.json", "facts.json", "programs.txt"):
         (run / name).write_text('{"phases": 3, "plugins": ')
     (run / "startup.json").write_text('{"phases": [{"name": 1}, 2], "environment": 3, "processes": "x"}')
     (run / "tables.jsonl").write_text('{"step": 1, "table": "router/load"}\n')
@@ -140,9 +159,9 @@ def test_damaged_files_beside_the_log_leave_their_part_out(d9d: Run, tmp_path: P
     assert d9d("report", str(run))[0] == 0
     page = (run / "report.html").read_text()
     shown = texts_of(page)
-    assert "Plugins" not in shown
+    assert "Plugins of the job" not in shown
     assert "tables.jsonl is damaged" in shown
-    assert re.search(r"status\s+damaged", shown)
+    assert re.search(r"a\s+damaged", shown)
     assert charts_of(page)[0]["traces"][0]["name"] == "loss"
 
 
@@ -186,7 +205,10 @@ def test_a_browser_shows_the_page_without_a_network(d9d: Run, tmp_path: Path) ->
         for name, width, dark in (("desktop", 1300, False), ("phone", 390, False), ("dark", 1300, True)):
             browser.resize(width, 844, dark)
             browser.open((run / "report.html").as_uri())
-            assert int(browser.wait_for("document.body?.dataset.drawn")) == charts
+            assert int(browser.wait_for("document.body?.dataset.drawn")) == 1, "folded charts are not drawn"
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            browser.evaluate("document.querySelectorAll('details').forEach(section => { section.open = true; })")
+            browser.wait_for(f"Number(document.body.dataset.drawn) === {charts}")
             assert browser.evaluate("document.querySelectorAll('.js-line').length") >= 8
             assert browser.evaluate("document.querySelectorAll('.bars .point').length") == 8
             assert browser.evaluate("document.documentElement.scrollWidth") <= width

@@ -154,4 +154,4 @@ def test_real_runs_are_stopped_and_finished(d9d: Run, small_job: Callable[..., P
     with pytest.raises(ValueError, match="after the last step"):
         Job.load(job, overrides=["steps=3"]).build(lambda _: None, observers=[Fails()]).train()
     listed = json.loads(d9d("runs", "list", str(tmp_path / "runs"), "--json")[1])["runs"]
-    assert listed[0]["status"] == "stopped"
+    assert (listed[0]["status"], listed[0]["error"]) == ("failed", "ValueError: after the last step")

@@ -34,33 +34,38 @@ def made(runs: Mapping[str, RunRecord]) -> str:
     return report_page(runs, MADE).split("<body>", maxsplit=1)[1]
 
 
-def test_the_page_of_a_run_has_its_description_charts_and_facts_in_order(tmp_path: Path) -> None:
+def test_the_page_of_a_run_begins_with_its_facts_tiles_loss_and_plugins_and_folds_the_rest(tmp_path: Path) -> None:
     (tmp_path / "programs.txt").write_text("F0.0 B0.0 R0\n")
-    (tmp_path / "startup.json").write_text(json.dumps({"environment": {"torch": "2"}}))
+    start = {"environment": {"torch": "2"}, "wall": 2.5, "phases": [{"name": "plan", "wall": 2.5}]}
+    (tmp_path / "startup.json").write_text(json.dumps(start))
+    (tmp_path / "facts.json").write_text(json.dumps({"plugins": {"d9d-hello": ["model a"]}}))
     (tmp_path / "tables.jsonl").write_text('{"step": 1, "table": "x"}\n')
     found = made({"a<": record(tmp_path, run={"description": "first & best"}, device="cpu")})
-    parts = re.findall(r"<h1>.*?</h1>|<h2>.*?</h2>|<p class=\"weak\">.*?</p>|<h3>.*?</h3>", found)
+    shown, _, rest = found.partition("<details>")
+    parts = re.findall(r"<h1>.*?</h1>|<h2>.*?</h2>|<p class=\"weak\">.*?</p>|<h3>.*?</h3>|class=\"tiles\"", shown)
     assert parts == [
-        "<h1>a&lt;</h1>",
+        '<h1>a&lt; <span class="status started">started</span></h1>',
         f'<p class="weak">first &amp; best<br>{tmp_path}</p>',
-        "<h2>Curves</h2>", "<h3>loss</h3>", "<h3>learning rate</h3>",
-        "<h2>Tables</h2>", "<h3>Tables</h3>",
-        "<h2>Pipeline</h2>", "<h3>A step of the pipeline</h3>",
-        "<h2>About the run</h2>", "<h3>Layout</h3>", "<h3>Environment</h3>", "<h3>Job</h3>",
+        'class="tiles"', "<h3>loss</h3>", "<h2>Plugins of the job</h2>",
     ]  # fmt: skip
-    assert found.count('<div class="grid">') == found.count("</div>\n</div>") + 1 == 4
+    assert "d9d-hello" in shown
+    assert "d9d-hello" not in rest
+    assert re.findall(r'<summary><b>(.*?)</b> <span class="weak">(.*?)</span></summary>', "<details>" + rest) == [
+        ("Curves", "learning rate"), ("Tables", "heat maps of logged tables"), ("Pipeline", "one step of each rank"),
+        ("Layout", "mesh, strategies, batch, precision, kernels"), ("Last start", "ready after 2.5 s"),
+        ("Environment", "versions and device"), ("Job", "job.yaml, all defaults filled in"),
+    ]  # fmt: skip
+    assert found.count("<details>") == found.count("</details>") == 7
     assert '<p class="note">Made by d9d report, 2026-01-02 03:04 UTC.</p>' in found
     assert "Differences of the jobs" not in found
-    # Wide cards: the first chart, the pipeline and the job. A chart without curves has a note and no number.
+    # Wide cards: the first chart and the pipeline. A chart without curves has a note and no number.
     wide = re.findall(r'<div class="card full"><h3>(.*?)</h3>(<div id="chart-\d"></div>)?', found)
-    assert wide == [
-        ("loss", '<div id="chart-0"></div>'), ("A step of the pipeline", '<div id="chart-2"></div>'), ("Job", ""),
-    ]  # fmt: skip
+    assert wide == [("loss", '<div id="chart-0"></div>'), ("A step of the pipeline", '<div id="chart-2"></div>')]
     assert re.search(r'<div class="card"><h3>Tables</h3><p class="note">\S+ is damaged: KeyError', found)
     assert '<div class="card"><h3>learning rate</h3><div id="chart-1"></div></div>' in found
 
 
-def test_the_page_of_several_runs_has_their_differences_and_a_section_for_each(tmp_path: Path) -> None:
+def test_the_page_of_several_runs_has_their_differences_and_a_folded_section_for_each(tmp_path: Path) -> None:
     runs = {
         "first": record(tmp_path / "a", run={"description": "slow"}, seed=1),
         "second": record(tmp_path / "b", lines=(), seed=2),
@@ -68,17 +73,29 @@ def test_the_page_of_several_runs_has_their_differences_and_a_section_for_each(t
     }
     found = made(runs)
     assert "<h1>first and second and third</h1>" in found
-    assert re.findall(r'<p class="weak">(.*?)</p>', found) == ["first: slow", "second has logged nothing yet", ""]
+    assert re.findall(r'<p class="weak">(.*?)</p>', found) == ["first: slow", "second has logged nothing yet"]
+    assert '<h2>Results</h2><div class="card"><div class="wide"><table>' in found
     assert '<h2>Differences of the jobs</h2><div class="card"><div class="wide"><table>' in found
-    assert "<h2>About the runs</h2>" in found
-    assert re.findall(r"<details><summary>(\w+)</summary><div", found) == ["first", "second", "third"]
-    assert found.count("<h3>Job</h3>") == 2  # the third job could not be read
+    sections = re.findall(r'<summary><b>(\w+)</b> <span class="weak">plugins, ', found)
+    assert sections == ["first", "second", "third"]
+    assert found.count("<summary><b>Job</b>") == 2  # the third job could not be read
     assert "<h1>4 runs</h1>" in made({**runs, "fourth": record(tmp_path / "d")})
+
+
+def test_the_error_of_a_failed_run_stands_above_everything_else_and_is_escaped(tmp_path: Path) -> None:
+    failed = RunRecord(tmp_path, {"steps": 3}, LINES, 0, error="no <b>room</b>")
+    found = made({"a": failed})
+    assert (
+        '<p class="error" role="alert">failed: no &lt;b&gt;room&lt;/b&gt;</p>'
+        in found.partition('<div class="card">')[0]
+    )
+    assert "a failed: no &lt;b&gt;" in made({"a": failed, "b": record(tmp_path)})
+    assert 'class="error"' not in made({"b": record(tmp_path)})
 
 
 def test_two_runs_are_several(tmp_path: Path) -> None:
     found = made({"a": record(tmp_path / "a", seed=1), "b": record(tmp_path / "b", seed=2)})
-    assert "<h2>About the runs</h2>" in found
+    assert "<h2>Results</h2>" in found
     assert "Differences of the jobs" in found
 
 

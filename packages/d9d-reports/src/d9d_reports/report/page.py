@@ -40,13 +40,15 @@ overflow-wrap:anywhere}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(160px,1fr));gap:12px;margin:12px 0}
 .tile{padding:8px 12px;font-size:.85rem}.value{font-size:1.25rem;font-weight:600;font-variant-numeric:tabular-nums}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:8px 12px;min-width:0}
+body>.card{margin-top:12px}body>h2+.card{margin-top:0}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.88rem}
 th,td{text-align:left;vertical-align:top;padding:3px 14px 3px 2px;border-bottom:1px solid var(--line)}
 tbody tr:last-child>*{border-bottom:0}
 th{font-weight:600;white-space:nowrap}
 td{max-width:32rem;overflow-wrap:break-word;font-variant-numeric:tabular-nums;min-width:4rem}
-.pairs td{max-width:none;overflow-wrap:anywhere}.pairs th{color:var(--weak)}
-@media(max-width:599px){.pairs th,.pairs td{display:block;border:0;padding:0}.pairs td{padding-bottom:5px}
+.pairs{width:100%}.pairs th{width:1%}.pairs td{max-width:none;overflow-wrap:anywhere}.pairs th{color:var(--weak)}
+.pairs th{padding-right:20px}
+@media(max-width:599px){.pairs th,.pairs td{display:block;width:auto;border:0;padding:0}.pairs td{padding-bottom:5px}
 .tiles{grid-template-columns:repeat(2,minmax(0,1fr))}}
 .bar{width:160px;min-width:90px}.bar i{display:block;height:.8em;margin-top:.3em;min-width:1px;background:var(--bar);
 border-radius:2px}

@@ -48,7 +48,10 @@ def _command(text: str) -> str:
 
 def results(runs: Mapping[str, RunRecord]) -> str:
     """Make the table of key values of several runs, with a column per run."""
-    columns = [{title: ", ".join(filter(None, texts)) for title, *texts in _values(record)} for record in runs.values()]
+    columns = [
+        {title: _joined([value, rest if rest.startswith("best") else ""]) for title, value, rest in _values(record)}
+        for record in runs.values()
+    ]
     names = dict.fromkeys(name for column in columns for name in column)
     status = ("status", *(record.status for record in runs.values()))
     errors = ("error", *(failure(record) for record in runs.values()))
@@ -103,7 +106,7 @@ def _model(model: Any, facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{count:,} parameters, {share}"
     for field, name in _SIZES.items():
         if isinstance(model.get(field), int):
-            yield f"{model[field]:,} {name}" if name in ("layers", "experts") else f"{name} {model[field]:,}"
+            yield f"{name} {model[field]:,}"
 
 
 def _data(data: Any, amounts: Any) -> Iterator[str]:
@@ -138,7 +141,7 @@ def _layout(job: Mapping[str, Any], start: Mapping[str, Any]) -> Iterator[str]:
         yield " ".join(f"{axis} {size}" for axis, size in mesh.items() if size != 1)
     if isinstance(strategies, list):
         yield " ".join(_name(strategy) for strategy in strategies)
-    yield _name(job["pipeline"].get("schedule")) if isinstance(job.get("pipeline"), Mapping) else ""
+    yield _name(job.get("pipeline"))
 
 
 def _device(start: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
