@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -121,35 +117,36 @@ def test_dead_links_and_undocumented_names_fail(tmp_path: Path) -> None:
 # --- in a browser ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def address(site: Path) -> Iterator[str]:
-    handler = functools.partial(Quiet, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    log_message: Callable[..., None] = lambda *_: None  # type: ignore[assignment]
-
-
 @pytest.mark.slow
-def test_a_browser_shows_the_site_and_its_search_finds_pages(address: str, tmp_path: Path) -> None:
+def test_a_browser_shows_the_site_opened_as_files_and_its_search_finds_pages(site: Path, tmp_path: Path) -> None:
     program = find_chromium()
     if program is None:
         pytest.skip("no Chromium; with Debian: apt-get install chromium")
+    address = site.as_uri()
     with chromium(program, tmp_path / "profile") as browser:
-        browser.open(f"{address}/index.html?q=checkpoint")
+        browser.listen()
+        browser.resize(1280, 900)
+        browser.open(f"{address}/index.html?q=learning_rate")
         results = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href).join(' ')"
         found = browser.wait_for(results)
-        assert "checkpoints.html" in found
+        assert "words.html" in found
         searching = browser.screenshot()
+        for width, dark in ((390, False), (1280, True)):
+            browser.resize(width, 900, dark)
+            browser.open("about:blank")
+            browser.open(f"{address}/index.html")
+            scheme = browser.wait_for("document.body?.dataset.mdColorScheme")
+            assert scheme == ("slate" if dark else "default")
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.evaluate("document.querySelector('nav a[href$=\"launching.html\"]').click()")
+        browser.wait_for("location.href.endsWith('/launching.html') && document.readyState === 'complete'")
         browser.open(f"{address}/api/d9d_core.task.html#d9d_core.task.Task")
         assert browser.wait_for("document.querySelector('h3[id=\"d9d_core.task.Task\"]')?.innerText")
         broken = "[...document.images].filter(image => image.complete && !image.naturalWidth).length"
         assert browser.evaluate(broken) == 0
         reference = browser.screenshot()
+    assert browser.complaints == []
+    assert [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))] == []
     for name, picture in (("search", searching), ("reference", reference)):
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 20_000, "an empty page is smaller"

@@ -1,4 +1,4 @@
-"""Site pages from outside docs/: READMEs, linked source files, the API reference.
+"""Site pages from outside docs/: READMEs, linked source files, the API reference; the script of the offline search.
 
 Every page has one source. Pages link to paths in the repository; here the links are rewritten to links of the site. A
 broken link, or a public name of a declared module without a docstring, is a warning, which a strict build refuses.
@@ -70,6 +70,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         assert target is not None
         origins[target] = path
     config.extra["origins"] = origins
+    worker = Path(__file__).with_name("iframe-worker.js")
+    files.append(File.generated(config, "assets/iframe-worker.js", content=worker.read_text("utf-8")))
     for target, path in origins.items():
         if not path.startswith("docs/"):
             files.append(File.generated(config, target, content=(root / path).read_text("utf-8")))
