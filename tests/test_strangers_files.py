@@ -151,8 +151,10 @@ def test_indices_in_names_of_tensors_are_not_counted_up_to(names: tuple[str, ...
 FILES = (
     "metrics.jsonl",
     "plugins.json",
+    "facts.json",
     "startup.json",
     "finished.json",
+    "failed.json",
     "job.yaml",
     "checkpoints/.lock",
     "../failures.json",

@@ -53,7 +53,7 @@ from d9d_inference.generation.prompts import Prompt
 from d9d_inference.part_store import PartStore
 from d9d_inference.writers.jsonl import JsonlWriter
 from d9d_inference.writers.parquet import ParquetWriter
-from d9d_reports.report import facts
+from d9d_reports.report import facts, summary
 from d9d_reports.runs.record import find_runs
 from d9d_testing.hostile.files import Draw, damage, damage_checkpoint
 from d9d_testing.hostile.judge import Judge, Verdict, WrongLoad
@@ -293,14 +293,10 @@ class Sound:
                     record.started,
                     record.best("loss"),
                 ]
-                told += [
-                    facts.layout(record),
-                    facts.data(record),
-                    facts.start_up(record),
-                    facts.plugins(record),
-                    facts.environment(record),
-                ]
-                shown = visible(str(told) + facts.job(record) + facts.overview({"a": record}))
+                told += [facts.layout(record), facts.data(record), facts.start_up(record), facts.environment(record)]
+                told += [facts.used_plugins(record), facts.job(record)]
+                runs = {"a": record}
+                shown = visible(str(told) + summary.trained(runs) + summary.results(runs) + summary.tiles(record))
                 if "\x1b" in shown:
                     raise WrongLoad("an escape sequence would reach the terminal")
 

@@ -43,6 +43,11 @@ def test_a_run_leaves_everything_that_is_promised(job: MakeJob) -> None:
     assert {"loss", "loss/error", "loss/decay", "grad_norm", "lr", "tokens", "tokens_per_second", "absolute_error"} <= (
         lines[0].keys()
     )
+    # The manual lists these names: series of the steps have no prefix, series of one kind share a prefix.
+    assert {name for name in lines[0] if "/" not in name} == {
+        "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "absolute_error",
+    }  # fmt: skip
+    assert {name.split("/")[0] for line in lines for name in line if "/" in name} <= {"loss", "eval", "memory"}
     assert lines[-1]["tokens"] == 12 * 8
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[1]["loss"] == pytest.approx(lines[1]["loss/error"] + 0.01 * lines[1]["loss/decay"])

@@ -69,7 +69,7 @@ def test_a_finished_run_has_nothing_left_to_do(job: MakeJob) -> None:
 def test_a_start_that_trains_nothing_leaves_the_record_of_the_run(job: MakeJob, change: str) -> None:
     trained = job("steps=8", "checkpoint.every=null")
     quiet(trained).train()
-    describing = ("job.yaml", "plugins.json", "finished.json", "model/README.md")
+    describing = ("job.yaml", "plugins.json", "facts.json", "finished.json", "model/README.md")
     before = {name: (trained.run.directory / name).read_bytes() for name in describing}
     assert quiet(job("steps=8", change)).train().status == "finished"
     assert {name: (trained.run.directory / name).read_bytes() for name in describing} == before
