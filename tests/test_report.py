@@ -216,5 +216,10 @@ def test_a_browser_shows_the_page_without_a_network(d9d: Run, tmp_path: Path) ->
             picture = browser.screenshot(whole=True)
             assert len(picture) > 20_000, "an empty page is smaller"
             (tmp_path / f"{name}.png").write_bytes(picture)
+        browser.open("about:blank")
+        browser.open((run / "report.html").as_uri())
+        browser.wait_for("document.body?.dataset.drawn")
+        browser.send("Page.printToPDF")
+        assert browser.evaluate("document.querySelectorAll('details:not([open])').length") == 0, "paper has no folds"
     assert browser.complaints == []
     assert {url for url in browser.requests if not url.startswith("data:")} == {(run / "report.html").as_uri()}

@@ -39,6 +39,9 @@ def test_train_with_nproc_starts_the_same_command(d9d: Callable[..., Any], tmp_p
     assert result.returncode == 0, result.stderr
     assert "step 2/2  loss" in result.stdout
     assert f"finished 2 steps; results in {tmp_path}/runs/toy" in result.stdout
+    recorded = json.loads((tmp_path / "runs/toy/startup.json").read_text())["command"]
+    assert recorded.startswith("d9d train job.json --no-plugins --plugin ")
+    assert recorded.endswith(" --nproc auto --max-restarts 1 --set steps=2")
     assert "Traceback" not in result.stderr
     assert "arning" not in result.stderr
 

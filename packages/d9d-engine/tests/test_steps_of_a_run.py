@@ -136,6 +136,7 @@ def test_each_phase_of_a_start_up_ends_once_and_names_the_next(
             did.append((phase, following))
 
     monkeypatch.setattr(start_module, "StartUp", StartUp)
+    monkeypatch.setattr(start_module, "typed_command", lambda *_: "d9d train a.yaml")
     notes: list[str] = []
     monkeypatch.setattr(start_module, "print_note", notes.append)
     loaded = SimpleNamespace(
@@ -158,7 +159,8 @@ def test_each_phase_of_a_start_up_ends_once_and_names_the_next(
         assert job is loaded
         assert topology == f"topology with {None if launcher is None else 'reporter of rank 0'}"
         assert alone == (launcher is None)
-    assert did == [{"shown": True, "processes": 2}, phases[0], 2, *phases[1:]]
+    begun = {"shown": True, "processes": 2, "command": "d9d train a.yaml"}
+    assert did == [begun, phases[0], 2, *phases[1:]]
     assert notes == ["a layout was added"]
     process.repeats = True
     with joined():

@@ -59,7 +59,8 @@ details{background:var(--card);border:1px solid var(--line);border-radius:8px;pa
 details .card,details details{border:0;padding:4px 0}
 summary{cursor:pointer;padding:4px 0;overflow-wrap:anywhere}
 @media print{:root{color-scheme:light;--text:#1c2733;--weak:#55616e;--line:#dde3e9;--back:#fff;--card:#fff;
---good:#1d7a43;--bad:#b3261e;--badback:#fff}body{max-width:none;padding:0}.card,.tile,tr{break-inside:avoid}.wide{overflow:visible}}
+--good:#1d7a43;--bad:#b3261e;--badback:#fff}body{padding:0}.card,.tile,tr{break-inside:avoid}
+.wide{overflow:visible}.grid{grid-template-columns:repeat(2,minmax(0,1fr))}.grid>.full{grid-column:1/-1}}
 """
 _SCRIPT = """
 "use strict";
@@ -96,10 +97,11 @@ dark.addEventListener("change", draw);
 document.querySelectorAll("details").forEach(section => section.addEventListener("toggle", draw));
 addEventListener("beforeprint", () => {
   printing = true;
+  document.body.style.maxWidth = "700px";  // as wide as paper, so that charts are drawn to fit
   document.querySelectorAll("details").forEach(section => { section.open = true; });
   draw();
 });
-addEventListener("afterprint", () => { printing = false; draw(); });
+addEventListener("afterprint", () => { printing = false; document.body.style.maxWidth = ""; draw(); });
 """
 
 
