@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,8 @@ def test_a_run_leaves_everything_that_is_promised(job: MakeJob) -> None:
     assert {path.name for path in (directory / "model").iterdir()} == {
         "README.md", "config.json", "features.txt", "model.safetensors",
     }  # fmt: skip
+    facts = json.loads((directory / "facts.json").read_text())
+    assert facts["parameters"] == facts["trained_parameters"] > 0
     assert (directory / "loss.svg").read_text().count("<path") > 3
     lines = metrics_of(trained)
     assert [line["step"] for line in lines] == [1, 5, 10, 12]

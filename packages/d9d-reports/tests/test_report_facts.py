@@ -70,12 +70,9 @@ def test_the_layout_shows_axes_strategies_and_processes(tmp_path: Path) -> None:
 
 def test_facts_of_the_data_are_rows(tmp_path: Path) -> None:
     data = {"samples": 5451, "unigram_entropy": 6.3419, "parts": [{"dataset": "text"}]}
-    (tmp_path / "startup.json").write_text(json.dumps({"data": data}))
-    assert facts.data(record(tmp_path)) == (
-        '<div class="wide"><table><tbody><tr><th>samples</th><td>5,451</td></tr>'
-        "<tr><th>unigram entropy</th><td>6.342</td></tr>"
-        "<tr><th>parts 1: dataset</th><td>text</td></tr></tbody></table></div>"
-    )
+    (tmp_path / "facts.json").write_text(json.dumps({"data": data}))
+    rows = [("samples", "5,451"), ("unigram entropy", "6.342"), ("parts 1: dataset", "text")]
+    assert facts.data(record(tmp_path)) == table(rows)
 
 
 def test_start_up_has_a_bar_for_each_phase_and_their_sum(tmp_path: Path) -> None:

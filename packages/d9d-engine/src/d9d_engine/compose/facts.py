@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -25,7 +25,7 @@ def parameter_counts(assembly: Assembly) -> tuple[int, int]:
 def start_facts(
     selection: Selection, assembly: Assembly, kernels: Iterable[KernelChoice], device: torch.device, stream: DataStream
 ) -> dict[str, Any]:
-    """Facts of a start, as JSON values; facts of the data are left out unless they are texts or finite numbers.
+    """Facts of a start, as JSON values.
 
     Args:
         selection: plugin records of the job.
@@ -40,13 +40,14 @@ def start_facts(
         "device": name,
         "parameters": parameters,
         "trained_parameters": trained,
-        "data": {name: value for name, value in stream.facts.items() if _is_plain(value)},
+        "data": _plain(stream.facts),
         "plugins": _plugins(selection, kernels),
     }
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+def _plain(facts: Mapping[str, Any]) -> Any:
+    """Facts of a data stream as JSON values; texts for values that JSON lacks, such as NaN."""
+    return json.loads(json.dumps(dict(facts), default=str, skipkeys=True), parse_constant=str)
 
 
 def _plugins(selection: Selection, kernels: Iterable[KernelChoice]) -> Mapping[str, list[str]]:

@@ -86,7 +86,6 @@ class StartUp:
         # cursor.
         self._terminal = shown and processes == 1 and sys.stderr.isatty()
         self._live = ExitStack()
-        self._data: Any = {}
         self._wall, self._cpu = time.monotonic() - _age(), 0.0
         self._over = False
         self._unsaid: list[str] = []
@@ -125,8 +124,6 @@ class StartUp:
         self._directory = event.job.run.directory
 
     def _ended(self, event: object) -> None:
-        if isinstance(event, ev.DataReady):
-            self._data = _plain(event.stream.facts)
         self.ends(*_ENDS[type(event)])
 
     def _finish(self, name: str) -> None:
@@ -142,7 +139,7 @@ class StartUp:
         if self._directory is not None:
             seconds = {"wall": wall, "cpu": cpu, "phases": [*map(asdict, self.phases)]}
             about = {"command": self._command, "processes": self._processes}
-            record = {**about, **seconds, "environment": environment(), "data": self._data}
+            record = {**about, **seconds, "environment": environment()}
             with suppress(OSError):  # a full disk must not end the run
                 write_text(self._directory / FILE, json.dumps(record, indent=1) + "\n")
 
@@ -150,11 +147,6 @@ class StartUp:
         from d9d_weights.progress import waiting
 
         self._live.enter_context(waiting(f"start-up: {_DOING.get(name, name)}"))
-
-
-def _plain(facts: Mapping[str, Any]) -> Any:
-    """Facts of a data stream as JSON values; texts for values that JSON lacks, such as NaN."""
-    return json.loads(json.dumps(dict(facts), default=str, skipkeys=True), parse_constant=str)
 
 
 def environment() -> dict[str, str]:

@@ -64,7 +64,7 @@ def start_up(record: RunRecord) -> str:
 
 def data(record: RunRecord) -> str:
     """Make a table of the facts of the data at the last start; empty if none are recorded."""
-    found = read_facts(record.directory / STARTUP).get("data")
+    found = read_facts(record.directory / FACTS).get("data")
     return table(fact_rows(found)) if isinstance(found, Mapping) else ""
 
 
