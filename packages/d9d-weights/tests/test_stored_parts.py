@@ -66,6 +66,7 @@ def test_the_card_of_a_model_is_this_page() -> None:
             "  - books.jsonl", "task:", "  name: causal_lm", "batch:", "  size: 8", "steps: 3000", "```", "",
             "## Versions", "",
             "| package | version |", "| --- | --- |", "| d9d-core | 1.0 |", "| torch | 2.11 |", "",
+            "<!-- To publish this directory on the Hugging Face Hub: d9d state push DIRECTORY OWNER/NAME -->", "",
         ]
     )  # fmt: skip
 

@@ -77,6 +77,8 @@ class ModelCard:
         if self.versions:
             yield "## Versions"
             yield table(["package", "version"], sorted(self.versions.items()))
+        # Readers of the file see it, readers of the rendered page do not.
+        yield "<!-- To publish this directory on the Hugging Face Hub: d9d state push DIRECTORY OWNER/NAME -->"
 
     def _front_matter(self, library: str) -> dict[str, Any]:
         pipeline = next((name for end, name in _PIPELINES.items() if self._architecture().endswith(end)), None)
