@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -269,3 +271,14 @@ def test_a_job_without_a_plan_is_described_and_checks_that_lack_modules_are_name
 def test_a_check_that_fails_to_load_is_an_error_of_its_plugin() -> None:
     with pytest.raises(PluginError, match=r"^job check .*: my:broken failed to load: ImportError\('no module'\)"):
         check_job(checked(JobCheckSpec(name="mine", summary="Mine.", run=Check("my:broken"))), None)
+
+
+@pytest.mark.parametrize(("given", "kept"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_waiting_threads_of_a_command_sleep_unless_the_user_lets_them_spin(given: dict[str, str], kept: str) -> None:
+    code = (
+        "import atexit, os, sys; from d9d_core.cli.app import run; sys.argv = ['d9d', '--version']; "
+        "atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'])); run()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == kept

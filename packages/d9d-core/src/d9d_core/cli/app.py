@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import redirect_stdout
 from importlib.metadata import version
@@ -47,6 +48,9 @@ app.add_typer(plugins, name="plugins")
 
 def run() -> None:
     """Run the command line. A D9dError is printed on standard error; the exit status is 2, or 1 once training runs."""
+    # Read when torch is imported: waiting threads sleep. Threads that spin, the default, halve the speed of training on
+    # a machine with other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper):  # plugins' texts may hold characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     # Not app(): typer would replace the hook that prints tracebacks.
