@@ -180,7 +180,7 @@ def test_a_refusal_gives_the_word_of_d9d(where: str, typed: str, said: str, tmp_
 def test_an_overridden_field_gets_the_same_hint(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(JOB), "utf-8")
-    with pytest.raises(D9dError, match=r"^--set max_steps: max_steps: .*; d9d calls it steps$"):
+    with pytest.raises(D9dError, match=r"^--set max_steps: .*; d9d calls it steps$"):
         JobFile.load(file, registry=registry(), overrides=["max_steps=5"])
 
 

@@ -348,7 +348,7 @@ def test_overrides_set_nested_fields(tmp_path: Path) -> None:
         ("metrics[3]=a", "--set metrics[3]=a: cannot set metrics[3]: metrics is a list; its next entry is [1]"),
         ("metrics.x=a", "--set metrics.x=a: cannot set metrics.x: metrics is a list; its next entry is [1]"),
         ("optimizer[0]=a", "--set optimizer[0]=a: cannot set optimizer[0]: optimizer is not a list"),
-        ("optimizer.lrr=1", "--set optimizer.lrr: optimizer.lrr: not a field of 'toy_optimizer'"),
+        ("optimizer.lrr=1", "--set optimizer.lrr: not a field of 'toy_optimizer'"),
         ("optimizer.lr=[1", "--set optimizer.lr:1: expected ',' or ']'"),
     ],
 )

@@ -118,7 +118,7 @@ class Document:
         field = _FIELD.match(line)
         location = location_of(field[0]) if field else ()
         where = self.where(location) if location and location[0] in self.values else self.source
-        return line if where == self.source or line.startswith(self.source) else f"{where}: {line}"
+        return line if where == self.source or line.startswith(self.source) else after_place(where, line)
 
     @contextmanager
     def placing(self) -> Iterator[None]:
@@ -128,6 +128,11 @@ class Document:
         except D9dError as error:
             error.args = (self.placed(str(error)),)
             raise
+
+
+def after_place(where: str, text: str) -> str:
+    """Text of an error after its place; the name of a field that ``--set`` changed is not repeated."""
+    return f"--set {text}" if text.startswith(f"{where.removeprefix('--set ')}:") else f"{where}: {text}"
 
 
 def location_of(path: str) -> Location:

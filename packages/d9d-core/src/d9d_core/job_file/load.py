@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from d9d_core.config import Location, dotted
 from d9d_core.errors import JobError
-from d9d_core.job_file.document import Document
+from d9d_core.job_file.document import Document, after_place
 from d9d_core.job_file.hints import field_hint, value_hint
 from d9d_core.job_file.job import BaseJob, JobConfig
 from d9d_core.job_file.sections.plugins import Plugins
@@ -125,7 +125,7 @@ def _line(
     label = f"{dotted(location)}: " if location else ""
     if not location and (placed := document.placed(text)) != text:  # an error of the whole job that names its field
         return placed
-    return f"{document.where(location, whole=line['type'] == 'value_error')}: {label}{text}"
+    return after_place(document.where(location, whole=line["type"] == "value_error"), f"{label}{text}")
 
 
 def _value_hint(line: Mapping[str, Any], location: Location) -> str | None:
