@@ -50,6 +50,20 @@ def test_cosine_without_warm_up_follows_the_formula() -> None:
         assert schedule(step) == pytest.approx((1 + math.cos(math.pi * (step + 1) / 10)) / 2)
 
 
+@pytest.mark.parametrize(("fraction", "total", "steps"), [(0.1, 40, 4), (0.1, 10, 1), (0.1, 4, 0), (0.0, 10, 0)])
+def test_a_warm_up_may_be_a_fraction_of_the_run(fraction: float, total: int, steps: int) -> None:
+    for build, config in (
+        (cosine, CosineConfig), (linear, LinearConfig), (warmup_stable_decay, WarmupStableDecayConfig),
+    ):  # fmt: skip
+        schedule, same = build(config(warmup_fraction=fraction), total), build(config(warmup_steps=steps), total)
+        assert [schedule(step) for step in range(total)] == [same(step) for step in range(total)]
+
+
+def test_a_warm_up_has_one_length() -> None:
+    with pytest.raises(ValidationError, match="warmup_steps and warmup_fraction are both set; set only one"):
+        CosineConfig(warmup_steps=3, warmup_fraction=0.1)
+
+
 def test_warm_up_longer_than_the_run_is_an_error() -> None:
     with pytest.raises(JobError, match=r"warmup_steps is 10, but the run has 10 steps; use at most 9"):
         cosine(CosineConfig(warmup_steps=10), 10)
@@ -134,7 +148,7 @@ def test_inverse_sqrt_is_half_after_four_times_the_warm_up() -> None:
 
 
 def test_presets_longer_than_the_run_are_errors() -> None:
-    with pytest.raises(JobError, match=r"warmup_steps is 8 and the decay takes 3 steps, but the run has 10"):
+    with pytest.raises(JobError, match=r"the warm-up takes 8 steps and the decay 3, but the run has 10"):
         warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=8, decay_steps=3), 10)
     with pytest.raises(JobError, match=r"warmup_steps is 11, but the run has 10 steps; use at most 10"):
         inverse_sqrt(InverseSqrtConfig(warmup_steps=11), 10)

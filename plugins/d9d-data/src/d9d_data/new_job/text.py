@@ -131,7 +131,7 @@ def _optimizer(plan: Plan) -> str:
     length = "steps: 200" if new else "epochs: 2" if few else "epochs: 1"
     return (
         f"optimizer: {{name: adamw, lr: {rate}}}\n"
-        "lr_schedule: {name: cosine, warmup_steps: 20}\n"
+        "lr_schedule: {name: cosine, warmup_fraction: 0.1}\n"
         f"batch: {{size: {size}, microbatch: {part}}} # samples per step, and per forward: as many as fit\n"
         f"{length}\n"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from d9d_core.config import LoadsCode, PluginConfig, Section, closest
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -32,35 +32,48 @@ class ConstantConfig(PluginConfig):
     """Selects the plugin."""
 
 
-class CosineConfig(PluginConfig):
+class WarmedUpConfig(PluginConfig):
+    """Base of the schedules that begin with a linear warm-up of any length."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the factor rises linearly to 1; the first uses 1/warmup_steps, the last 1."""
+    warmup_fraction: float | None = Field(default=None, ge=0, lt=1)
+    """Fraction of all steps that warm up, instead of ``warmup_steps``."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps and self.warmup_fraction is not None:
+            raise ValueError("warmup_steps and warmup_fraction are both set; set only one")
+        return self
+
+    def warmup(self, total_steps: int) -> int:
+        """Number of steps that warm up in a run of ``total_steps`` steps."""
+        return self.warmup_steps if self.warmup_fraction is None else round(self.warmup_fraction * total_steps)
+
+
+class CosineConfig(WarmedUpConfig):
     """Schedule of a linear warm-up, then half a cosine."""
 
     name: Literal["cosine"] = "cosine"
     """Selects the plugin."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the factor rises linearly to 1; the first uses 1/warmup_steps, the last 1."""
     min_factor: float = Field(default=0.1, ge=0, le=1)
     """Factor of the last step."""
 
 
-class LinearConfig(PluginConfig):
+class LinearConfig(WarmedUpConfig):
     """Schedule of a linear warm-up, then linear decay."""
 
     name: Literal["linear"] = "linear"
     """Selects the plugin."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the factor rises linearly to 1; the first uses 1/warmup_steps, the last 1."""
     min_factor: float = Field(default=0.0, ge=0, le=1)
     """Factor of the last step."""
 
 
-class WarmupStableDecayConfig(PluginConfig):
+class WarmupStableDecayConfig(WarmedUpConfig):
     """Schedule of a linear warm-up, a long constant phase, and a decay at the end."""
 
     name: Literal["warmup_stable_decay"] = "warmup_stable_decay"
     """Selects the plugin."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the factor rises linearly to 1; the first uses 1/warmup_steps, the last 1."""
     decay_steps: int | None = Field(default=None, ge=1)
     """Steps of the decay; by default ``decay_fraction`` of the run."""
     decay_fraction: float | None = Field(default=None, gt=0, le=1)
@@ -71,7 +84,7 @@ class WarmupStableDecayConfig(PluginConfig):
     """Factor of the last step."""
 
     @model_validator(mode="after")
-    def _one_length(self) -> WarmupStableDecayConfig:
+    def _one_length(self) -> Self:
         if self.decay_steps is not None and self.decay_fraction is not None:
             raise ValueError("decay_steps and decay_fraction are both set; set only one")
         return self

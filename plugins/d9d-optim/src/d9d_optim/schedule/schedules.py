@@ -34,23 +34,23 @@ def constant(config: ConstantConfig, total_steps: int) -> LrSchedule:  # noqa: A
 
 
 def cosine(config: CosineConfig, total_steps: int) -> LrSchedule:
-    """Linear warm-up for ``warmup_steps``, then cosine decay to ``min_factor`` in the last step.
+    """Linear warm-up, then cosine decay to ``min_factor`` in the last step.
 
     Loshchilov and Hutter, SGDR, equation 5, without restarts.
 
     Raises:
         JobError: the warm-up leaves no step for the decay.
     """
-    return _warmed_up(config.warmup_steps, total_steps, Phase(to=config.min_factor, curve="cosine"))
+    return _warmed_up(config.warmup(total_steps), total_steps, Phase(to=config.min_factor, curve="cosine"))
 
 
 def linear(config: LinearConfig, total_steps: int) -> LrSchedule:
-    """Linear warm-up for ``warmup_steps``, then linear decay to ``min_factor`` in the last step.
+    """Linear warm-up, then linear decay to ``min_factor`` in the last step.
 
     Raises:
         JobError: the warm-up leaves no step for the decay.
     """
-    return _warmed_up(config.warmup_steps, total_steps, Phase(to=config.min_factor))
+    return _warmed_up(config.warmup(total_steps), total_steps, Phase(to=config.min_factor))
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, total_steps: int) -> LrSchedule:
@@ -62,12 +62,13 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, total_steps: int) -> Lr
         JobError: warm-up and decay are longer than the run.
     """
     decay = config.decay_steps or max(1, round((config.decay_fraction or _DECAY_FRACTION) * total_steps))
-    if config.warmup_steps + decay > total_steps:
+    warmup = config.warmup(total_steps)
+    if warmup + decay > total_steps:
         raise JobError(
-            f"lr_schedule.warmup_steps is {config.warmup_steps} and the decay takes {decay} steps, but the run has "
-            f"{total_steps} steps; shorten one of the two, or train longer"
+            f"lr_schedule: the warm-up takes {warmup} steps and the decay {decay}, but the run has {total_steps}; "
+            "shorten one of the two, or train longer"
         )
-    bounds = (0, config.warmup_steps, total_steps - decay, total_steps)
+    bounds = (0, warmup, total_steps - decay, total_steps)
     phases = (Phase(to=1.0), Phase(to=1.0), Phase(to=config.min_factor, curve=config.curve))
     begins = (0.0, 1.0, 1.0)
     placed = zip(bounds, bounds[1:], begins, phases, strict=False)
@@ -96,7 +97,7 @@ def _warmed_up(warmup_steps: int, total_steps: int, decay: Phase) -> Chain:
     if warmup_steps >= total_steps:
         raise JobError(
             f"lr_schedule.warmup_steps is {warmup_steps}, but the run has {total_steps} steps; "
-            f"use at most {total_steps - 1}, or train longer"
+            f"use at most {total_steps - 1}, or warmup_fraction: 0.1, or train longer"
         )
     falls = place(warmup_steps, total_steps, 1.0, decay)
     if warmup_steps == 0:
