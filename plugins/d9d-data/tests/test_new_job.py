@@ -13,6 +13,7 @@ from d9d_data.new_job.command import app
 from d9d_data.new_job.kinds import KINDS
 from d9d_data.new_job.samples import answers, write_tokenizer
 from d9d_data.tokenizer.select import make_tokenizer
+from d9d_engine.job import Job
 from typer.testing import CliRunner
 
 LLAMA = {
@@ -84,6 +85,19 @@ def test_a_job_for_a_model_loads_and_uses_it(kind: str, place: Path, model: Path
     heads = {"classification": "classification", "embedding": "embedding"}
     assert [head.kind for head in job.model.heads.values()] == [heads.get(kind, "causal_lm")]
     assert job.evaluation is not None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["lora", "dpo", "classification"])
+def test_a_job_for_few_records_trains_to_its_end(kind: str, place: Path, model: Path) -> None:
+    records: dict[str, list[dict[str, Any]]] = {
+        "lora": chat(24),
+        "dpo": [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(24)],
+        "classification": [{"text": f"{n} foxes", "label": "odd" if n % 2 else "even"} for n in range(24)],
+    }
+    write(kind, "--model", str(model), "--data", lines(place / "few.jsonl", *records[kind]))
+    overrides = ["loading.weights=false", "batch.size=4", "batch.microbatch=2"]
+    assert Job.load(place / f"{kind}.yaml", overrides=overrides).build(lambda _: None).train().status == "finished"
 
 
 def test_the_length_of_samples_follows_the_records_and_the_model(place: Path, model: Path) -> None:
