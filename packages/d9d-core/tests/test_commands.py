@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import d9d_testing.toy.plugin as toy
 import pytest
 import typer
+from d9d_core.cli.app import run
 from d9d_core.cli.check import check_job
 from d9d_core.cli.group import PluginGroup, _Lazy, foundation_commands, shadowed_commands
 from d9d_core.cli.options import discover_plugins, load_job, policy_of, warn_of_problems
@@ -282,3 +284,25 @@ def test_waiting_threads_of_a_command_sleep_unless_the_user_lets_them_spin(given
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == kept
+
+
+def test_a_place_that_cannot_be_written_is_an_error_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "out/page.html")
+
+    monkeypatch.setattr("typer.main.get_command", lambda _: command)
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: out/page.html: Read-only file system\n"
+
+
+def test_another_error_of_the_system_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor", "out/page.html")
+
+    monkeypatch.setattr("typer.main.get_command", lambda _: command)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        run()

@@ -155,6 +155,7 @@ def test_a_missing_section_is_written_as_the_file_is(tmp_path: Path, suffix: str
         ("batch.size=9", "--set batch.size: batch.size 9 on 1 data-parallel rank(s)"),
         ("batch.microbatch=5", "--set batch.microbatch: batch.size 8 on 1"),
         ("parallel[0].every=2", "--set parallel[0].every: parallel[0]: expected the name of a strategy"),
+        ("export=safetensors", "--set export: should be true, false, adapter or best, got 'safetensors'; exports have"),
         ("checkpoint.keep_every=3", "--set checkpoint.keep_every: checkpoint: keep_every 3 must be a multiple"),
         ("trackers=[console, console]", "--set trackers: trackers[1] is the same as trackers[0]"),
         ("model.blocks.x=3", "--set model.blocks.x: model.blocks: input should be"),
@@ -434,7 +435,8 @@ def test_epochs_stand_in_place_of_steps(tmp_path: Path) -> None:
     assert (job.epochs, job.steps) == (1.5, None)
     assert Job.from_values(job.resolved(), registry=job.registry) == job
     assert complaint(tmp_path, text + "steps: 3\n") == (
-        "job.yaml:6: steps: 'epochs: 1.5' already gives the length of the run; remove one of them"
+        "job.yaml:6: steps: steps and 'epochs: 1.5' both give the length of the run; remove one of them, on the "
+        "command line by --set epochs=null or --set steps=null"
     )
     for wrong in ("0", "-1", ".inf", ".nan"):
         assert complaint(tmp_path, text.replace("1.5", wrong)).startswith("job.yaml:1: epochs: input should be ")

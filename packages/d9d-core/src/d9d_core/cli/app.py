@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -34,6 +35,8 @@ DOCUMENTATION = (
     "Documentation: docs/index.md of the repository; 'uv run mkdocs serve' shows it as a site. "
     "docs/words.md lists the words of other tools, such as learning_rate, with d9d's."
 )
+#: Errors of the place that a command writes to, not of its code.
+_OF_THE_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR)
 app = typer.Typer(
     name="d9d",
     cls=PluginGroup,
@@ -47,7 +50,10 @@ app.add_typer(plugins, name="plugins")
 
 
 def run() -> None:
-    """Run the command line. A D9dError is printed on standard error; the exit status is 2, or 1 once training runs."""
+    """Run the command line, and print a D9dError, or an OSError about a place that cannot be written.
+
+    Errors go to standard error. The exit status is then 2, or 1 once training runs.
+    """
     # Read when torch is imported: waiting threads sleep. Threads that spin, the default, halve the speed of training on
     # a machine with other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -60,6 +66,11 @@ def run() -> None:
     except D9dError as error:
         say(describe(error))
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in _OF_THE_PLACE or error.filename is None:
+            raise
+        say(f"error: {error.filename}: {error.strerror}")
+        sys.exit(2)
 
 
 def _own_commands() -> set[str]:

@@ -410,6 +410,13 @@ class JobConfig(BaseJob):
             )
         return self
 
+    @field_validator("export", mode="before")
+    @classmethod
+    def _is_known_export(cls, export: Any) -> Any:
+        if isinstance(export, bool) or export in ("adapter", "best"):
+            return export
+        raise ValueError(f"should be true, false, adapter or best, got {export!r}; exports have Hugging Face layout")
+
     @field_validator("steps")
     @classmethod
     def _require_steps_or_epochs(cls, steps: int | None, info: ValidationInfo) -> int | None:
@@ -417,5 +424,8 @@ class JobConfig(BaseJob):
         if steps is None and "epochs" in info.data and epochs is None:
             raise ValueError("the length of the run is missing; add 'steps:' or 'epochs:' to the job file")
         if steps is not None and epochs is not None:
-            raise ValueError(f"'epochs: {epochs:g}' already gives the length of the run; remove one of them")
+            raise ValueError(
+                f"steps and 'epochs: {epochs:g}' both give the length of the run; remove one of them, on the command "
+                "line by --set epochs=null or --set steps=null"
+            )
         return steps
