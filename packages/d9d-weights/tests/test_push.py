@@ -178,10 +178,11 @@ def test_a_directory_that_is_no_complete_export_is_refused(tmp_path: Path, make:
 
 def test_a_refusal_of_the_hub_says_how_to_log_in(tmp_path: Path, hub: Hub) -> None:
     hub.refuses = True
-    with pytest.raises(CheckpointError, match=r"the Hub refused the upload: .*401.*hf auth login"):
+    with pytest.raises(CheckpointError, match=r"the request to the Hub failed: .*401.*hf auth login"):
         push_state(Push(str(export(tmp_path / "model")), REPOSITORY), lambda: True)
 
 
-def test_a_name_without_owner_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'tiny' is no name of a repository; write OWNER/NAME"):
-        push_state(Push(str(export(tmp_path / "model")), "tiny"), lambda: True)
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "a/..b", "a b/c", "/b", "-a/b"])
+def test_a_name_that_is_no_repository_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="is no name of a repository; write OWNER/NAME"):
+        push_state(Push(str(export(tmp_path / "model")), name), lambda: True)

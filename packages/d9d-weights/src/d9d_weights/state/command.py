@@ -84,6 +84,8 @@ def state_push(
     asked = Push(source, repository, public, revision, message, base_model)
     done = push_state(asked, agreed)
     echo(done or "nothing was uploaded; to upload without a question, add --yes")
+    if done is None and not sys.stdin.isatty():
+        raise typer.Exit(1)
 
 
 @app.command("diff")

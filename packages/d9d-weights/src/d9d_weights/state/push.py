@@ -71,7 +71,7 @@ def push_state(asked: Push, agreed: Callable[[], bool]) -> str | None:
         CheckpointError: the source is no export, a file names a path of this machine, the library is not installed,
             an existing repository is public although a private one was asked for, or the Hub refuses a request.
     """
-    if not re.fullmatch(r"[^/\s]+/[^/\s]+", asked.repository):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", asked.repository, re.ASCII):
         raise CheckpointError(f"{asked.repository!r} is no name of a repository; write OWNER/NAME")
     directory = _export_of(asked.source)
     files, left_out = _files(directory)
@@ -222,7 +222,7 @@ def _requested(request: Callable[[], _Result]) -> _Result:
     except Exception as error:  # errors of the HTTP client, which differs between releases of the library
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise CheckpointError(
-            f"the Hub refused the upload: {' '.join(lines)}; check the network and the name, and log in by "
+            f"the request to the Hub failed: {' '.join(lines)}; check the network and the name, and log in by "
             "'hf auth login' with a token that may write"
         ) from error
 
