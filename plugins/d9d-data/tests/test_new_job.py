@@ -194,6 +194,13 @@ def test_a_job_that_is_not_valid_is_not_left_behind(place: Path, monkeypatch: py
     assert not (place / "pretrain.yaml").exists()
 
 
+def test_a_preferred_sample_differs_from_the_rejected_one(place: Path, model: Path) -> None:
+    write("dpo", "--model", str(model))
+    records = [json.loads(line) for line in (place / "preferences.jsonl").read_text("utf-8").splitlines()]
+    assert len(records) > 200
+    assert [record for record in records if record["chosen"] == record["rejected"]] == []
+
+
 def test_samples_are_many_and_differ() -> None:
     found = dict(answers())
     assert len(found) > 200

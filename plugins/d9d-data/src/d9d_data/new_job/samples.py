@@ -61,7 +61,8 @@ def write_samples(kind: Kind, file: Path) -> None:
             turns = ({"role": "user", "content": question}, {"role": "assistant", "content": text})
             records.append({"messages": list(turns)})
         elif kind.dataset == "preference":
-            records.append({"prompt": question, "chosen": text, "rejected": known[index - 1][1]})
+            others = (other for _, other in [*known[index - 1 :: -1], *known] if other != text)
+            records.append({"prompt": question, "chosen": text, "rejected": next(others)})
         else:
             records.append({"query": question, "positive": text})
     file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8")
