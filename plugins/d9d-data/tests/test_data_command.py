@@ -174,6 +174,14 @@ def test_colours_and_lines_tell_learned_tokens_and_documents_apart(tokenizer: To
     ]  # fmt: skip
 
 
+def test_the_last_target_of_each_document_is_shown_with_its_document(tokenizer: Tokenizer) -> None:
+    ids = np.asarray(tokenizer.encode("abcd").ids)
+    sample = Sample(ids, np.asarray([ids[1], 7, -100, 7]), np.asarray([0, 0, 1, 1]))
+    last = tokenizer.decode([7])
+    shown = marked(sample, tokenizer, brackets=True).plain
+    assert shown == f"a«b{last}»\n--- document ---\ncd«{last}»"
+
+
 @pytest.mark.parametrize(("consumed", "lost"), [(3, ["lost at 3"]), (None, []), ("x", [])])
 def test_losses_to_truncation_are_known_of_streams_that_count_what_they_read(consumed: object, lost: list[str]) -> None:
     class Source:

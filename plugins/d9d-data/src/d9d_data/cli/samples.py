@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -140,21 +141,29 @@ def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = Fal
 
     Ordinary text that spells a special token is marked, see :func:`spoken`.
     """
-    learned = np.zeros(len(sample.tokens) + 1, dtype=np.bool_)
-    if sample.targets is not None:
-        learned[1:] = sample.targets >= 0
-    elif sample.marks is not None:
-        learned[:-1] = sample.marks
-    tokens, documents = sample.tokens.tolist(), sample.documents.tolist()
-    if sample.targets is not None and learned[-1]:  # the last target is not among the inputs
-        tokens, documents = [*tokens, int(sample.targets[-1])], [*documents, documents[-1]]
     text, before = Text(), None
-    places = [(document, bool(is_learned)) for document, is_learned in zip(documents, learned, strict=False)]
-    for (document, is_learned), run in groupby(range(len(tokens)), key=places.__getitem__):
+    for (document, is_learned), run in groupby(_tokens(sample), key=itemgetter(1, 2)):
         if before is not None and document != before:
             text.append(f"\n--- document{cut_off(sample.lost[document : document + 1])} ---\n", style=_BETWEEN)
         before = document
-        words = spoken([tokens[place] for place in run], tokenizer)
+        words = spoken([token for token, _, _ in run], tokenizer)
         words = f"«{words}»" if brackets and is_learned else words
         text.append(words, style=_LEARNED if is_learned else _MASKED)
     return text
+
+
+def _tokens(sample: Sample) -> Iterator[tuple[int, int, bool]]:
+    """Token ids of a sample, each with its document and whether it is learned.
+
+    The last target of a document is not among the inputs; it follows them.
+    """
+    documents = sample.documents.tolist()
+    targets = [-1] * len(documents) if sample.targets is None else sample.targets.tolist()
+    marks = [False] * len(documents) if sample.marks is None else sample.marks.tolist()
+    is_target = False
+    for place, (token, document) in enumerate(zip(sample.tokens.tolist(), documents, strict=True)):
+        yield token, document, is_target if sample.targets is not None else bool(marks[place])
+        is_target = targets[place] >= 0
+        if is_target and documents[place + 1 : place + 2] != [document]:
+            yield targets[place], document, True
+            is_target = False
