@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from d9d_core.errors import D9dError, DataError, JobError
 from d9d_core.job import JobFile
+from d9d_data.chat.template import ChatTemplate
 from d9d_data.new_job.command import app
 from d9d_data.new_job.kinds import KINDS
 from d9d_data.new_job.samples import answers, write_tokenizer
@@ -178,6 +179,15 @@ def test_a_request_that_cannot_be_met_is_refused_and_leaves_no_job(
     with pytest.raises(D9dError, match=text):
         write(*arguments)
     assert list(place.glob("*.yaml")) == []
+
+
+def test_the_template_of_a_new_tokenizer_marks_only_replies(tokenizer: Path) -> None:
+    turns = [("user", "a?"), ("assistant", "b."), ("user", "c?"), ("assistant", "d.")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rendering = ChatTemplate((tokenizer / "chat_template.jinja").read_text()).render(messages)
+    assert [rendering.text[begin:end] for begin, end in rendering.marks or ()] == ["b.<|im_end|>", "d.<|im_end|>"]
+    turn = "<|im_start|>{}\n{}<|im_end|>\n"
+    assert rendering.text == "".join(turn.format(*pair) for pair in turns)
 
 
 def test_a_model_without_a_chat_template_is_refused_for_conversations(place: Path, model: Path) -> None:

@@ -22,8 +22,9 @@ VOCABULARY = 2048
 _START, _END = "<|im_start|>", "<|im_end|>"
 _TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
-{% generation %}{{ message.content }}<|im_end|>
-{% endgeneration %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 _LONGEST = 400
 _TYPES = (str, bytes, list, dict, set, int, float)
