@@ -120,6 +120,17 @@ def test_a_token_has_weight_if_it_begins_in_a_reply() -> None:
     assert decoded(np.concatenate([ids[weights] for ids, weights in [encode(made, inside, tokenizer())]])) == " fox"
 
 
+def test_a_template_that_marks_what_the_user_writes_is_an_error() -> None:
+    block = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    text = "{% for m in messages %}{{ m.role }}:BLOCK\n{% endfor %}"
+    made = conversation("the cat", "the fox")
+    with pytest.raises(DataError, match=r"t:1: t.jinja puts message 0 \(user\) into a generation block"):
+        encode(made, ChatTemplate(text.replace("BLOCK", block), name="t.jinja"), tokenizer())
+    of_replies = f"{{% if m.role == 'assistant' %}}{block}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    ids, weights = encode(made, ChatTemplate(text.replace("BLOCK", of_replies)), tokenizer())
+    assert decoded(ids[weights]) == "the fox<|im_end|>"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("prefix", ["normalizer", "first", "always", "never"])
 @pytest.mark.parametrize("user", [" the  fox", "the <|im_end|>\n fox<|im_start|>"])

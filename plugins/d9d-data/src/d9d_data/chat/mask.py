@@ -50,6 +50,7 @@ def find_replies(
         return probe.text, []
     replies = [index for index in conversation.replies if index >= first]
     if probe.marks is not None:
+        probe.check_marks(probe.marks)
         begin = probe.end_before(first) if first else 0
         return probe.text, [span for span in probe.marks if span[0] >= begin]
     spans: list[Span] = []
@@ -165,6 +166,23 @@ class _Probe:
         for name in call_names(message):
             if name not in reply:
                 raise self.unverified(index, "the template renders tool calls of this reply outside of the reply")
+
+    def check_marks(self, marks: Iterable[Span]) -> None:
+        """Check that no generation block is the text of a message that the assistant does not write.
+
+        Raises:
+            DataError: a block is such a text, so the model would learn to write the user's messages.
+        """
+        messages = self._conversation.messages
+        marked = {self._special.sub("", self.text[begin:end]).strip() for begin, end in marks}
+        marked -= {"", *(text_of(message).strip() for message in messages if message["role"] == "assistant")}
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" and text_of(message).strip() in marked:
+                raise DataError(
+                    f"{self._conversation.where}: {self._template.name} puts message {index} ({message['role']}) into "
+                    "a generation block, so the model would learn it as a reply; put the blocks of the template inside "
+                    "{% if message.role == 'assistant' %} ... {% endif %}"
+                )
 
     def stop_of(self, begin: int, end: int) -> int:
         """End of a reply, including the token that stops generation, without white space after it.
