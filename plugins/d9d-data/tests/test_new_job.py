@@ -127,9 +127,14 @@ def test_fields_of_records_are_found_and_told(place: Path) -> None:
     assert JobFile.load(place / "embedding.yaml").data.query == "question"
 
 
+def test_numbers_of_classes_may_have_gaps(place: Path) -> None:
+    write("classification", "--data", lines(place / "l.jsonl", *({"text": "a", "label": n} for n in (1, 4))))
+    assert JobFile.load(place / "classification.yaml").model.heads["label"].num_classes == 5
+
+
 def test_plain_texts_need_no_field(place: Path) -> None:
     (place / "a.txt").write_text("a text")
-    write("pretrain", "--data", "a.txt")
+    assert "data: plain text\n" in write("pretrain", "--data", "a.txt")
     assert JobFile.load(place / "pretrain.yaml").data.field is None
 
 
@@ -156,6 +161,7 @@ def test_a_file_that_exists_is_kept(place: Path) -> None:
         (["distilation"], "no kind of job 'distilation'; did you mean distillation"),
         (["x"], "use one of pretrain, sft"),
         (["lora"], "lora starts from a trained model: --model"),
+        (["distillation"], "--model DIRECTORY --teacher DIRECTORY"),
         (["distillation", "--model", "base model"], "needs a larger model .*--teacher"),
         (["sft", "--teacher", "base model"], "--teacher: sft has no teacher"),
         (
@@ -223,3 +229,86 @@ def test_records_of_a_wrong_kind_are_refused(place: Path, tokenizer: Path) -> No
     with pytest.raises(DataError, match="broken.jsonl"):
         write("pretrain", "--data", "broken.jsonl")
     assert tokenizer.is_dir()
+
+
+PAIR = {"anchor": "a fox", "positive": "an animal"}
+TURNS = chat(1)[0]["messages"]
+IMAGE = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, TURNS[1]]
+
+
+@pytest.mark.parametrize(
+    ("negatives", "expected"),
+    [({"negative": "a stone"}, ("negative", 1)), ({"neg": ["a stone", "a brick"]}, ("neg", 2))],
+)
+def test_negatives_of_pairs_are_used(place: Path, negatives: dict[str, Any], expected: tuple[str, int]) -> None:
+    output = write("embedding", "--data", lines(place / "p.jsonl", *[PAIR | negatives] * 3))
+    data = JobFile.load(place / "embedding.yaml").data
+    assert (data.negative or "negative", data.negatives) == expected
+    assert "fields not used" not in output
+
+
+def test_fields_that_are_not_used_are_told(place: Path) -> None:
+    output = write("embedding", "--data", lines(place / "p.jsonl", *[PAIR | {"score": 0.1}] * 3))
+    assert "fields not used: score; every pair counts as positive" in output
+    assert "fields not used: id\n" in write("sft", "--data", lines(place / "c.jsonl", chat(1)[0] | {"id": 3}))
+
+
+def test_a_job_for_few_records_evaluates_nothing_and_says_so(place: Path) -> None:
+    output = write("sft", "--data", lines(place / "one.jsonl", *chat(1)))
+    job = JobFile.load(place / "sft.yaml")
+    assert (job.evaluation, job.data.held_out, job.batch.size) == (None, 0, 1)
+    assert "data: 1 record\n" in output
+    assert "evaluation: none" in output
+    assert "#   held_out: 0.05" in (place / "sft.yaml").read_text()
+    write("sft", "--data", lines(place / "twenty.jsonl", *chat(20)), "--output", "twenty.yaml")
+    assert JobFile.load(place / "twenty.yaml").evaluation is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "records", "text"),
+    [
+        ("sft", [*chat(2), {"messages": TURNS[:1]}], "a.jsonl:3"),
+        ("sft", [*chat(2), {"messages": IMAGE}], "a.jsonl:3"),
+        ("sft", [*chat(2), {"conversations": TURNS}], "a.jsonl:3 has no field 'messages'"),
+        ("embedding", [PAIR, PAIR | {"positive": ["a"]}], "a.jsonl:2 has no text in positive"),
+        ("classification", [{"text": "a", "label": "x"}, {"text": "b", "label": ["x"]}], "a.jsonl:2: label is a list"),
+        ("classification", [{"text": "a", "labels": ["x"]}], "list of labels in labels.*one record per text"),
+        ("classification", [{"tokens": ["a"], "ner_tags": [1]}], "token_classification.*per: word"),
+        ("sft", [{"prompt": "a", "chosen": "b", "rejected": "c"}], "d9d new job dpo"),
+    ],
+)
+def test_records_that_training_would_refuse_are_refused_and_leave_nothing(
+    kind: str, records: list[dict[str, Any]], text: str, place: Path
+) -> None:
+    with pytest.raises(DataError, match=text):
+        write(kind, "--data", lines(place / "a.jsonl", *records))
+    assert [file.name for file in place.iterdir()] == ["a.jsonl"]
+
+
+def test_conversations_are_no_preferences(place: Path, model: Path) -> None:
+    with pytest.raises(DataError, match="without a rejected answer; use 'd9d new job sft'"):
+        write("dpo", "--model", str(model), "--data", lines(place / "a.jsonl", *chat(2)))
+
+
+def test_files_of_different_formats_are_refused(place: Path) -> None:
+    first = lines(place / "a.jsonl", *chat(2))
+    second = lines(place / "b.jsonl", {"instruction": "a", "output": "b"})
+    with pytest.raises(DataError, match=r"b.jsonl:1 has no field 'messages'"):
+        write("sft", "--data", first, "--data", second)
+
+
+def test_printed_commands_quote_the_path(place: Path) -> None:
+    assert "d9d train 'my jöb.yaml'" in write("pretrain", "--output", "my jöb.yaml")
+    assert "d9d check 'my jöb.yaml'" in (place / "my jöb.yaml").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_told_with_its_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, *_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(JobError, match=r"cannot write tokenizer: No space left on device"):
+        write("sft")
+    assert list(place.iterdir()) == []
+    with pytest.raises(JobError, match="directory absent does not exist"):
+        write("sft", "--output", "absent/sft.yaml")

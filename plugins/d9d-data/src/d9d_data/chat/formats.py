@@ -104,6 +104,11 @@ def required(fields: MessageFormat) -> list[str]:
     return [field for field in wanted if field is not None]
 
 
+def used_fields(fields: ChatFormat | PreferenceFormat) -> set[str]:
+    """Fields of a record that a format reads, except its tools."""
+    return {*required(fields), *_optional(fields)}
+
+
 def chat_format_of(record: Record, names: Sequence[str] = tuple(CHAT_FORMATS)) -> Found[ChatFormat]:
     """Format of conversations that a record has.
 
@@ -147,7 +152,7 @@ def told(found: Found[F], record: Record, selector: str) -> str:
     shown = json.dumps(_shortened(record.values), ensure_ascii=False, default=str)
     shown = shown.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be printed
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    used = {*required(found.fields), *_optional(found.fields)}
+    used = used_fields(found.fields)
     names = ", ".join(field for field, value in record.values.items() if field in used and value is not None)
     return f"{selector}: records are read as {found.name} ({names}), by the first: {shown}"
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -46,12 +50,53 @@ def new_job(
     file = output or Path(f"{kind}.yaml")
     if file.exists():
         raise JobError(f"{file} exists; choose another file: --output PATH")
-    _write(kind, KINDS[kind], model, data, teacher or "", file)
+    if not file.parent.is_dir():
+        raise JobError(f"--output: the directory {file.parent} does not exist; create it, or choose another")
+    with _only_whole(file) as written:
+        _write(kind, KINDS[kind], model, data, teacher or "", file, written)
 
 
-def _write(name: str, kind: Kind, model: str | None, data: list[str], teacher: str, file: Path) -> None:
-    """Find facts about the model and the records, print the choices, and write the job file."""
-    from d9d_data.new_job.found import gpus, look_at_model, look_at_records, proposed_length
+@contextmanager
+def _only_whole(file: Path) -> Iterator[list[Path]]:
+    """Remove the files and directories in the yielded list if the body raises.
+
+    Args:
+        file: the job file, for errors about a path that the operating system does not name.
+
+    Raises:
+        JobError: a file cannot be written.
+    """
+    written: list[Path] = []
+    try:
+        yield written
+    except BaseException as error:
+        for path in written:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _failure(error, written, file) from error
+        raise
+
+
+def _failure(error: OSError, written: list[Path], file: Path) -> JobError:
+    """Error about a file that cannot be read or written."""
+    reason = error.strerror or str(error)
+    path = Path(os.fsdecode(error.filename)) if error.filename else written[-1] if written else file
+    if any(path == own or own in path.parents for own in (*written, file)):
+        return JobError(f"cannot write {path}: {reason}; free space, or choose another directory: --output PATH")
+    return JobError(f"cannot read {path}: {reason}; make it readable")
+
+
+def _write(
+    name: str, kind: Kind, model: str | None, data: list[str], teacher: str, file: Path, written: list[Path]
+) -> None:
+    """Find facts about the model and the records, print the choices, and write the job file.
+
+    Each file or directory is appended to ``written`` before it is written.
+    """
+    from d9d_data.new_job.found import check_records, gpus, look_at_model, look_at_records, proposed_length
     from d9d_data.new_job.text import Plan, job_text
 
     console = console_for()
@@ -65,32 +110,46 @@ def _write(name: str, kind: Kind, model: str | None, data: list[str], teacher: s
         say(f"model: {known.type or 'a checkpoint'} in {model}, read by '{known.selector}'")
         _check_template(kind, known.template, model)
     elif kind.dataset == "chat":
-        tokenizer = _new_tokenizer(file.parent / "tokenizer")
+        tokenizer = _new_tokenizer(file.parent / "tokenizer", written)
         own = str(tokenizer)
         say(f"tokenizer: {own}, trained on Python's language reference, with a ChatML template")
-    sources = data or [_sample_data(kind, file.parent)]
+    sources = data or [_sample_data(kind, file.parent, written)]
     records = look_at_records(sources, kind, tokenizer)
     if data:
         fields = "".join(f", {field} = {theirs}" for field, theirs in records.fields.items())
-        say(f"data: {f'{records.count:,}' if records.count >= 0 else 'many'} records{fields}")
+        count = "1 record" if records.count == 1 else f"{records.count:,} records"
+        if records.count < 0:
+            plain = kind.dataset == "text" and not fields
+            count = "plain text" if plain else "more records than are counted quickly"
+        say(f"data: {count}{fields}")
+        if records.unused:
+            equal = "; every pair counts as positive" if kind.dataset == "pairs" else ""
+            say(f"fields not used: {', '.join(map(str, records.unused))}{equal}")
     else:
         say(f"data: {sources[0]}, a small set to try the job with; give your own by --data FILE")
-    count, device = gpus()
-    say(f"device: {count} x {device}" if count else "device: no GPU here, so the job has no settings for one")
+    if records.few:
+        say("evaluation: none, as fewer than 20 records are too few to hold some out; the job file says how to add it")
+    devices, device = gpus()
+    say(f"device: {devices} x {device}" if devices else "device: no GPU here, so the job has no settings for one")
     length = 128 if known is None and records.longest is None else proposed_length(records, known)
     say(f"sequence_length: {length}")
-    file.write_text(job_text(Plan(name, str(file), kind, known, records, length, count, own, teacher)), "utf-8")
-    try:
-        JobFile.load(file)
-    except BaseException:
-        file.unlink()
-        raise
-    processes = f" --nproc {count}" if count > 1 else ""
-    console.print(f"{file}, next:\n  d9d check {file}\n  d9d train {file}{processes}", highlight=False)
+    written.append(file)
+    file.write_text(job_text(Plan(name, str(file), kind, known, records, length, devices, own, teacher)), "utf-8")
+    job = JobFile.load(file)
+    if data:
+        check_records(job.data, tokenizer)
+    processes = f" --nproc {devices}" if devices > 1 else ""
+    quoted = shlex.quote(str(file))
+    console.print(f"{file}, next:\n  d9d check {quoted}\n  d9d train {quoted}{processes}", highlight=False)
 
 
 def _check_models(name: str, model: str | None, teacher: str | None) -> None:
     """Raise unless exactly the models that a kind needs are given."""
+    if name == "distillation" and teacher is None and model is None:
+        raise JobError(
+            "distillation needs a trained model, which learns, and a larger one with the same vocabulary: --model "
+            "DIRECTORY --teacher DIRECTORY"
+        )
     if name == "distillation" and teacher is None:
         raise JobError("distillation needs a larger model with the same vocabulary: --teacher DIRECTORY")
     if name != "distillation" and teacher is not None:
@@ -112,16 +171,17 @@ def _check_template(kind: Kind, template: bool, model: str | None) -> None:
         )
 
 
-def _new_tokenizer(directory: Path) -> Path:
+def _new_tokenizer(directory: Path, written: list[Path]) -> Path:
     """Directory of a tokenizer for a new model, which is trained unless it exists."""
     from d9d_data.new_job.samples import write_tokenizer
 
     if not directory.exists():
+        written.append(directory)
         write_tokenizer(directory)
     return directory
 
 
-def _sample_data(kind: Kind, directory: Path) -> str:
+def _sample_data(kind: Kind, directory: Path, written: list[Path]) -> str:
     """Source of small data; a file is written unless it exists."""
     from d9d_data.new_job.samples import write_samples
 
@@ -130,5 +190,6 @@ def _sample_data(kind: Kind, directory: Path) -> str:
         return source
     file = directory / source
     if not file.exists():
+        written.append(file)
         write_samples(kind, file)
     return str(file)

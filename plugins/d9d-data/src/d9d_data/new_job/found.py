@@ -9,18 +9,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from d9d_core.config import PluginConfig
 from d9d_core.errors import DataError, JobError
 from d9d_core.job_file.found_model import find_model
 from d9d_core.registry.registry import Registry
 from d9d_core.untrusted import parse_json, read_regular
 
 from d9d_data.chat.encode import strings_in
-from d9d_data.chat.formats import SILENT, Found, chat_format_of, preference_format_of
+from d9d_data.chat.formats import SILENT, Found, chat_format_of, preference_format_of, used_fields
 from d9d_data.chat.template import ChatTemplate
+from d9d_data.config import PreparedConfig
+from d9d_data.corpus.format import with_format
+from d9d_data.corpus.worker import Setup
+from d9d_data.fields.label_table import Classes, LabelTable
 from d9d_data.new_job.kinds import Kind
+from d9d_data.sources.document import STRUCTURED, Piece
 from d9d_data.sources.find import find_files
 from d9d_data.sources.opening import SourceFile
-from d9d_data.sources.place import Record
+from d9d_data.sources.place import Record, refuse
 from d9d_data.sources.records import read_records, value_of
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 from d9d_data.tokenizer.select import make_tokenizer
@@ -30,6 +36,12 @@ _LOOKED_AT = 200
 _LABELS_LOOKED_AT = 20_000
 #: Longest samples that are proposed, and the divisor of their length.
 _LONGEST, _MULTIPLE = 4096, 64
+#: Share of the records that is evaluated.
+HELD_OUT = 0.05
+#: Usual fields of negatives; the first one needs no line in the job file.
+_NEGATIVES = ("negative", "negatives", "neg", "hard_negative", "hard_negatives")
+#: Files whose first records are encoded.
+_FILES_LOOKED_AT = 20
 _TEXT_FORMATS = frozenset({"text", "topics", "docstrings"})
 
 
@@ -67,7 +79,9 @@ class Records:
         count: number of records, or -1 if there are more than could be counted quickly.
         fields: field of the dataset's config -> name of the field in the records, or of the records' format.
         longest: tokens of the longest looked-at record; ``None`` without a tokenizer.
-        classes: number of different labels.
+        classes: number of classes: of different names, or the largest number plus 1.
+        unused: further fields of the looked-at records, which the dataset does not read.
+        few: whether the share :data:`HELD_OUT` of the records is less than one record.
     """
 
     sources: tuple[str, ...]
@@ -75,6 +89,8 @@ class Records:
     fields: Mapping[str, str]
     longest: int | None
     classes: int = 0
+    unused: tuple[str, ...] = ()
+    few: bool = False
 
 
 def look_at_model(directory: str, registry: Registry) -> Model:
@@ -118,18 +134,50 @@ def look_at_records(sources: Sequence[str], kind: Kind, tokenizer: Path | None) 
     if all(file.format in _TEXT_FORMATS for file in files):
         if kind.dataset != "text":
             raise DataError(f"--data: {files[0].name} is plain text without fields; give records such as {kind.record}")
-        return Records(tuple(sources), -1, {}, None)
+        few = all(file.format == "text" for file in files) and len(files) * HELD_OUT < 1
+        return Records(tuple(sources), -1, {}, None, few=few)
     first = next(iter(read_records(files[0])), None)
     if first is None:
         raise DataError(f"--data: {files[0].name} has no records; give records such as {kind.record}")
-    fields = _fields_of(first, kind) | _format_of(first, kind)
-    some = list(islice(read_records(files[0]), _LOOKED_AT))
+    _check_kind(first, kind)
+    form = _format_of(first, kind)
+    fields = _fields_of(first, kind) | _negatives_of(first, kind)
+    some = [record for file in files[:_FILES_LOOKED_AT] for record in islice(read_records(file), _LOOKED_AT)]
     longest = None
     if tokenizer is not None:
         texts = [" ".join(strings_in(record.values)) for record in some]
         longest = max(map(len, make_tokenizer(str(tokenizer), None, ()).encode(texts)))
     named = {name: theirs for name, theirs in fields.items() if theirs != name or name == "field"}
-    return Records(tuple(sources), _count(files), named, longest, _classes(files, fields))
+    if form is not None and form.name not in SILENT:
+        named["format"] = form.name
+    used = {*fields.values()} if form is None else {*used_fields(form.fields), form.fields.tools}
+    present = dict.fromkeys(field for record in some for field, value in record.values.items() if value is not None)
+    unused = tuple(field for field in present if field not in used)
+    count = _count(files)
+    few = 0 <= count * HELD_OUT < 1
+    return Records(tuple(sources), count, named, longest, _classes(files, fields), unused, few)
+
+
+def check_records(config: PluginConfig, tokenizer: Path | None) -> None:
+    """Encode the first records of each file as the dataset of a job does.
+
+    Args:
+        config: config of the dataset.
+        tokenizer: directory of the model's tokenizer, for a config that names none.
+
+    Raises:
+        DataError: a record is malformed, has another format than the first one, or is refused by the chat template.
+    """
+    assert isinstance(config, PreparedConfig)
+    choice = getattr(config, "tokenizer", None) or (str(tokenizer) if tokenizer else "bytes")
+    # Training a tokenizer reads all texts; any tokenizer shows whether records are malformed.
+    choice = choice if isinstance(choice, str) else "bytes"
+    files = find_files(config.sources)
+    config = with_format(config.model_copy(update={"tokenizer": choice}), files, lambda _line: None)
+    encoder, _ = Setup.of(config, Path()).make_encoder()
+    for file in files[:_FILES_LOOKED_AT]:
+        field = getattr(config, "field", None) if file.format in STRUCTURED else None
+        next(iter(encoder.encode([Piece(file, field)], refuse)), None)  # a batch of some hundred records
 
 
 def proposed_length(records: Records, model: Model | None) -> int:
@@ -166,16 +214,60 @@ def _fields_of(record: Record, kind: Kind) -> dict[str, str]:
     return found
 
 
-def _format_of(record: Record, kind: Kind) -> dict[str, str]:
-    """Format of a record by the field that names it; empty for the formats of the examples, and without formats."""
+def _check_kind(record: Record, kind: Kind) -> None:
+    """Raise if a record is of another kind of job, and name that kind."""
+
+    def has(*fields: str) -> bool:
+        return all(value_of(record, field) is not None for field in fields)
+
+    if kind.dataset == "chat" and has("chosen", "rejected"):
+        raise DataError(f"--data: {record.place} has the fields chosen and rejected; use 'd9d new job dpo'")
+    if kind.dataset == "preference" and not has("rejected"):
+        try:
+            chat_format_of(record)
+        except DataError:
+            return  # the error about preference formats says more
+        raise DataError(
+            f"--data: {record.place} is a conversation without a rejected answer; use 'd9d new job sft', or give "
+            f"records such as {kind.record}"
+        )
+    if kind.dataset == "labelled":
+        names = (*kind.fields["field"], "tokens", "words")
+        words = next((name for name in names if isinstance(value_of(record, name), list)), None)
+        if words is not None:
+            raise DataError(
+                f"--data: {record.place} has a list of words in {words}, but classification reads one text with one "
+                "label; for a label per word, write a job from examples/classification with 'task: "
+                "token_classification', a head of that kind, and 'per: word' in data"
+            )
+        label = next((name for name in kind.fields["label"] if isinstance(value_of(record, name), list)), None)
+        if label is not None:
+            raise DataError(
+                f"--data: {record.place} has a list of labels in {label}, but classification learns one label per "
+                "text; write one record per text with a single label"
+            )
+
+
+def _negatives_of(record: Record, kind: Kind) -> dict[str, str]:
+    """Number and field of a record's negatives by the fields of the dataset's config; empty without negatives."""
+    if kind.dataset != "pairs":
+        return {}
+    field = next((name for name in _NEGATIVES if value_of(record, name)), None)
+    if field is None:
+        return {}
+    value = value_of(record, field)
+    return {"negative": field, "negatives": str(len(value) if isinstance(value, list) else 1)}
+
+
+def _format_of(record: Record, kind: Kind) -> Found[Any] | None:
+    """Format of a record; ``None`` for datasets without formats."""
     finds: Mapping[str, Callable[[Record], Found[Any]]] = {"chat": chat_format_of, "preference": preference_format_of}
     if kind.dataset not in finds:
-        return {}
+        return None
     try:
-        name = finds[kind.dataset](record).name
+        return finds[kind.dataset](record)
     except DataError as error:
         raise DataError(f"--data: {error}") from error
-    return {} if name in SILENT else {"format": name}
 
 
 def _count(files: Sequence[SourceFile]) -> int:
@@ -192,10 +284,9 @@ def _count(files: Sequence[SourceFile]) -> int:
 def _classes(files: Sequence[SourceFile], fields: Mapping[str, str]) -> int:
     if "label" not in fields:
         return 0
-    labels: set[Any] = set()
-    seen = 0
+    table, field, seen = LabelTable(None), fields["label"], 0
     for file in files:
         for record in islice(read_records(file), _LABELS_LOOKED_AT - seen):
-            labels.add(str(value_of(record, fields["label"])))
+            table.id_of(table.check(value_of(record, field), f"--data: {record.place}: {field}"))
             seen += 1
-    return len(labels)
+    return Classes([table.labels], None).count

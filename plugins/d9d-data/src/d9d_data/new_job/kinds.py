@@ -93,7 +93,7 @@ KINDS: Mapping[str, Kind] = {
         title="Embeddings: similar vectors for queries and the texts that answer them",
         dataset="pairs",
         record='{"query": "...", "positive": "..."}',
-        lines="# The negatives of a query are the positives of the other queries in the batch: use a large batch.\n"
+        lines="# Negatives of a query are also the positives of the other queries in the batch: use a large batch.\n"
         "task: {name: embedding, temperature: 0.05}\n",
         rate="2.0e-5",
         batch=(64, 16),

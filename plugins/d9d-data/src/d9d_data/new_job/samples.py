@@ -82,7 +82,8 @@ def write_tokenizer(directory: Path) -> None:
     )
     backend.train_from_iterator([*topics(), *(text for _, text in answers())], trainer)
     directory.mkdir(parents=True)
-    backend.save(str(directory / TOKENIZER_FILE))
+    # The library's own writer raises no OSError on a full disk.
+    (directory / TOKENIZER_FILE).write_text(backend.to_str(pretty=True), "utf-8")
     (directory / TEMPLATE_FILE).write_text(_TEMPLATE)
     tokens = {"eos_token": _END, "pad_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / CONFIG_FILE).write_text(json.dumps(tokens, indent=1) + "\n")

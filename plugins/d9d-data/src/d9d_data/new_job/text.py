@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from d9d_data.new_job.found import Model, Records
+from d9d_data.new_job.found import HELD_OUT, Model, Records
 from d9d_data.new_job.kinds import Kind
 from d9d_data.new_job.samples import VOCABULARY
 
@@ -28,6 +29,8 @@ model:
 _SMALL_RATE = "3.0e-3"
 _SMALL_BATCH = (16, 8)
 _FEW = 400
+#: Conversations that are packed; fewer could fill fewer samples than a batch has.
+_PACKED = 1000
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,12 @@ def job_text(plan: Plan) -> str:
 
 def _sections(plan: Plan) -> Iterator[str]:
     processes = f" --nproc {plan.gpus}" if plan.gpus > 1 else ""
+    file = shlex.quote(plan.file)
     yield (
         f"# {plan.kind.title}.\n"
-        f"#   d9d check {plan.file}{' ' * len(processes)}      finds errors, and predicts memory\n"
-        f"#   d9d data show {plan.file}{' ' * len(processes)}  prints samples; the learned tokens are marked\n"
-        f"#   d9d train {plan.file}{processes}      trains; continues after an interruption\n"
+        f"#   d9d check {file}{' ' * len(processes)}      finds errors, and predicts memory\n"
+        f"#   d9d data show {file}{' ' * len(processes)}  prints samples; the learned tokens are marked\n"
+        f"#   d9d train {file}{processes}      trains; continues after an interruption\n"
         f"run: {{name: {plan.name}}}\n"
     )
     yield _model(plan)
@@ -115,11 +119,18 @@ def _data(plan: Plan) -> str:
         lines.append(f"  tokenizer: {{bpe: {VOCABULARY}}} # trained on these texts")
     longest = "" if records.longest is None else f" # the longest of the first records has {records.longest:,} tokens"
     lines.append(f"  sequence_length: {plan.length}{longest}")
-    if kind.dataset == "chat":
+    if kind.dataset == "chat" and not 0 <= records.count < _PACKED:
         lines.append("  packing: best_fit # several conversations per sample; attention stays within each")
-    lines.append("  held_out: 0.05 # share of the records that is not learned, but evaluated")
     packs = " packs: all," if records.count >= 0 else ""
-    lines.append(f"evaluation: {{every: 50,{packs} data: {{<<: *data, split: held_out}}}}\n")
+    evaluation = f"evaluation: {{every: 50,{packs} data: {{<<: *data, split: held_out}}}}"
+    if records.few:
+        lines.append(
+            "# Too few records to hold some out. With 20 or more, add held_out to data, and evaluation below it:"
+        )
+        lines.append(f"#   held_out: {HELD_OUT}\n# {evaluation}\n")
+    else:
+        lines.append(f"  held_out: {HELD_OUT} # share of the records that is not learned, but evaluated")
+        lines.append(f"{evaluation}\n")
     return "\n".join(lines)
 
 
@@ -127,6 +138,8 @@ def _optimizer(plan: Plan) -> str:
     new = plan.model is None
     size, part = _SMALL_BATCH if new else plan.kind.batch
     rate = _SMALL_RATE if new else plan.kind.rate
+    size = _fitting(size, plan.records, plan.kind)
+    part = min(size, part)
     few = 0 <= plan.records.count < _FEW * size
     length = "steps: 200" if new else "epochs: 2" if few else "epochs: 1"
     return (
@@ -135,6 +148,16 @@ def _optimizer(plan: Plan) -> str:
         f"batch: {{size: {size}, microbatch: {part}}} # samples per step, and per forward: as many as fit\n"
         f"{length}\n"
     )
+
+
+def _fitting(size: int, records: Records, kind: Kind) -> int:
+    """Samples per step, reduced to a power of 2 that the records to learn fill."""
+    if records.count < 0:
+        return size
+    if kind.dataset == "text":
+        return 1 if records.few else size  # texts share samples, so a few may fill only one
+    learned = max(1, records.count - int(records.count * HELD_OUT))
+    return min(size, 1 << learned.bit_length() - 1)
 
 
 def _yaml(text: str) -> str:
