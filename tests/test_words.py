@@ -28,6 +28,7 @@ from d9d_core.registry.hooks import KINDS, Kind
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
+from d9d_data.new_job.kinds import KINDS as NEW_JOBS
 from d9d_engine.job import Job
 from d9d_inference.job import InferenceJob
 from typer.testing import CliRunner
@@ -87,8 +88,10 @@ def _put(values: dict[str, Any], place: str, value: Any) -> None:
 def refusal(entry: dict[str, Any], directory: Path) -> str:
     """Message about the typed word; empty if d9d accepts the word."""
     where, typed = str(entry["where"]), str(entry["typed"])
-    if where == "option of train" or where.partition(" ")[0] == "command":
-        arguments = ["train", "job.yaml", typed, "1"] if where == "option of train" else [*where.split()[1:], typed]
+    place = where.partition(" ")[0]
+    if place in ("option", "command"):
+        arguments = where.removeprefix("option of d9d").split()[1 if place == "command" else 2 :]
+        arguments += [typed] if place == "command" or not arguments else ["job.yaml", typed, "1"]
         done = CliRunner().invoke(app, arguments)
         text = str(done.exception) if isinstance(done.exception, D9dError) else done.stderr
         return " ".join(re.sub(r"[╭╮╰╯│─]", " ", text).split())
@@ -160,6 +163,15 @@ def test_every_word_from_elsewhere_gets_the_right_hint(tmp_path: Path) -> None:
         ("command state", "export", "No such command 'export'; use d9d state convert RUN DIRECTORY"),
         ("command new", "sft", "No such command 'sft'; use d9d new job KIND"),
         ("command data", "tokenize", "No such command 'tokenize'; use d9d data show JOB"),
+        ("command new job", "grpo", "no kind of job 'grpo'; there is none in d9d: d9d has no task of reinforcement"),
+        (
+            "option of train",
+            "optimizer.lr=1e-3",
+            "extra argument(s) (optimizer.lr=1e-3 1); write --set optimizer.lr=1e-3",
+        ),
+        ("option of generate", "--max_length", "No such option: --max_length; use --max-new-tokens N"),
+        ("option of train", "--max_length", "set the field of the job: --set data.sequence_length=VALUE"),
+        ("option of d9d", "-h", "No such option: -h; use --help"),
         ("command state", "convrt", "No such command 'convrt'. Did you mean 'convert'?"),
         ("command state", "paint", "No such command 'paint'; d9d state has: show, convert, "),
         ("command", "serve", "there is none in d9d: d9d serves no requests"),
@@ -307,7 +319,9 @@ def test_no_spelling_of_the_table_is_a_right_spelling_at_its_place() -> None:
                     assert f"{of}.{word}" not in known, row
                 elif row.at == "command":
                     assert word not in commands, word
-                elif row.at not in ("option", "kernel") and place != "value":
+                elif row.at == "kind of new job":
+                    assert word not in NEW_JOBS, word
+                elif row.at.partition(" ")[0] not in ("option", "command", "kernel") and place != "value":
                     assert word == row.ours or word not in registry().known_homes(row.at), row
 
 

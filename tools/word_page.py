@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "words.md"
 JOB_FILE = ROOT / "docs" / "job-file.md"
 MARKS = "<!-- words: written by tools/word_page.py -->", "<!-- end of words -->"
+KIND_OF_NEW_JOB = "kind of new job"
 _BLOCK = re.compile(rf"\n{MARKS[0]}.*?{MARKS[1]}\n", re.DOTALL)
 HEAD = """# Words of other tools
 
@@ -52,8 +53,13 @@ def _elsewhere(row: Row) -> str:
     words = ", ".join(f"`{word}`" for word in row.words)
     if row.at.partition(" ")[0] == "command":
         return ", ".join(f"`{row.at.replace('command', 'd9d', 1)} {word}`" for word in row.words)
-    if row.at == "option":
-        return ", ".join(f"`--{word}`" for word in row.words)
+    if row.at == KIND_OF_NEW_JOB:
+        return ", ".join(f"`d9d new job {word}`" for word in row.words)
+    if row.at.partition(" ")[0] == "option":
+        command = row.at.replace("option", "d9d", 1) if " " in row.at else ""
+        return ", ".join(
+            f"`{command} {'-' if len(word) == 1 else '--'}{word}`".replace("` ", "`") for word in row.words
+        )
     if place == "value":
         return f"value of `{of}`: {'any text or number' if row.words == (ANY,) else words}"
     if row.at == "field":

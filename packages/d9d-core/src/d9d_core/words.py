@@ -14,6 +14,8 @@ from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
 
+__all__ = ["Row", "find"]
+
 #: Word of a row that stands for any text or number.
 ANY = "*"
 #: Characters of a piece of a job file, in contrast to the name of a field.
@@ -31,7 +33,8 @@ class Row:
         ours: place in the job file, piece of a job file, name of a component, or command; ``None`` if there is none.
         note: further explanation; what to do instead if there is none.
         at: place where the words are typed: ``field`` of any section, ``field of SECTION``, ``field of a component``,
-            ``value of FIELD``, a kind of component such as ``strategy``, ``command``, ``command GROUP``, or ``option``.
+            ``value of FIELD``, a kind of component such as ``strategy``, ``command``, ``command GROUP``, ``option``,
+            ``option COMMAND``, or ``kind of new job``.
         tools: tools that use the words.
     """
 

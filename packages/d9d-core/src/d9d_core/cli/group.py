@@ -67,6 +67,11 @@ class PluginGroup(typer.core.TyperGroup):
                 ctx.fail(f"No such command {name!r}. Did you mean {', '.join(map(repr, near))}?")
         return super().resolve_command(ctx, args)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options of ``d9d`` itself; add a hint to an unknown one."""
+        with hints_added():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command. If a plugin tries to exit the process, raise an error that names the plugin."""
         with exits_raised(), exits_are_errors(PluginError), hints_added():

@@ -17,6 +17,7 @@ from d9d_core.job import JobFile
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.terminal.console import console_for
+from d9d_core.words import find
 
 from d9d_data.new_job.kinds import KINDS, Kind
 
@@ -45,6 +46,8 @@ def new_job(
     if kind not in KINDS:
         near = closest(kind, KINDS)
         hint = f"did you mean {near}?" if near else f"use one of {_NAMES}"
+        if row := find(kind, ["kind of new job"]):
+            hint = row.hint(kind)
         raise JobError(f"there is no kind of job {kind!r}; {hint}")
     _check_models(kind, model, teacher)
     file = output or Path(f"{kind}.yaml")
