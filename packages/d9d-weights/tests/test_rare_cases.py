@@ -15,7 +15,7 @@ from d9d_weights.checkpoint import tensors as checkpoint
 from d9d_weights.checkpoint.manifest_model import _overlap
 from d9d_weights.graph.compose import Shard
 from d9d_weights.hugging_face import load
-from d9d_weights.model_card.card import ModelCard, _rows
+from d9d_weights.model_card.card import ModelCard, fact_rows
 from d9d_weights.templates import process
 
 
@@ -130,7 +130,7 @@ def test_nested_facts_of_data_are_rows_with_the_names_of_all_levels() -> None:
         "labels": [f"l{number}" for number in range(22)],
         "few": list(range(20)),
     }
-    assert list(_rows(facts)) == [
+    assert list(fact_rows(facts)) == [
         ("samples", "12,345"),
         ("parts of it: first one: loss", "0.1235"),
         ("parts of it: first one: ok", "yes"),
