@@ -183,3 +183,17 @@ def test_weights_that_autocast_casts_together_follow_each_other_in_memory() -> N
         assert torch.equal(cast, weight.bfloat16())
         (grad,) = torch.autograd.grad(cast.sum(), weight)
         assert torch.equal(grad, torch.ones_like(weight))
+
+
+@pytest.mark.smoke
+def test_weights_that_are_cast_together_stay_separate_in_a_compiled_function_without_gradients() -> None:
+    weights = [torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)]
+
+    @torch.compile(backend="eager")
+    def cast(*weights: Tensor) -> list[Tensor]:
+        return as_autocast_together(weights)
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = cast(*weights)
+    assert [one.shape for one in found] == [(2, 3), (4, 3)]
+    assert all(one.equal(weight.bfloat16()) for one, weight in zip(found, weights, strict=True))

@@ -131,8 +131,15 @@ def as_autocast_together(weights: Sequence[Tensor]) -> list[Tensor]:
     dtypes = [autocast_dtype(weight) for weight in weights]
     if all(dtype in (None, weight.dtype) for dtype, weight in zip(dtypes, weights, strict=True)):
         return list(weights)
+    if not torch.is_grad_enabled():  # where torch.compile of torch 2.11 drops all arguments of *weights but the first
+        return list(_cast_together(weights))
     found: tuple[Tensor, ...] = _CastTogether.apply(*weights)
     return list(found)
+
+
+def _cast_together(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    together = torch.cat([as_autocast(weight) for weight in weights])
+    return torch.split(together, [len(weight) for weight in weights])
 
 
 class _CastTogether(torch.autograd.Function):
@@ -141,8 +148,7 @@ class _CastTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.dtypes = [weight.dtype for weight in weights]
-        together = torch.cat([as_autocast(weight) for weight in weights])
-        return torch.split(together, [len(weight) for weight in weights])
+        return _cast_together(weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
