@@ -28,7 +28,6 @@ from d9d_engine.launch.start import start_up
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.logbook import Logbook, Skips
-from d9d_engine.run.open_run import OpenRun
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.progress import ProgressBar
 from d9d_engine.sleep.offload import offload
@@ -65,7 +64,6 @@ def of_call(function: Callable[..., Any]) -> dict[str, Any]:
         (Checkpointer.save, {"wait": False}),
         (DevicePrefetcher.__init__, {"prefetch": 2}),
         (ProgressBar.__init__, {"shown": True}),
-        (OpenRun.export, {"keep": False}),
         (offload, {"pin_memory": True}),
         (sparklines, {"width": 60}),
         (Gradients.before_backward, {"stage": 0, "complete": True}),

@@ -151,6 +151,9 @@ def test_notes_are_lines_that_control_no_terminal(
         def write(self, _text: str) -> None:
             raise OSError("no space")
 
+        def isatty(self) -> bool:
+            return False
+
     monkeypatch.setattr(sys, "stdout", Full())
     joining.print_note("lost")
 
@@ -178,15 +181,16 @@ def test_health_names_the_version_the_device_and_the_network(monkeypatch: pytest
     for version, good in (("2.10.1", False), ("2.11.0", True), ("2.11.0+cpu", True), ("3.0", True)):
         monkeypatch.setattr(torch, "__version__", version)
         found = health.check_torch()
-        text = f"torch {version}" + ("" if good else "; d9d needs 2.11 or newer")
-        assert (found.ok, found.message) == (good, text)
+        assert found.ok is good
+        assert found.message.split(",")[0].split(";")[0] == f"torch {version}"
+        assert found.message.endswith("; d9d needs torch 2.11 or newer") is not good
     monkeypatch.setattr(devices, "choose_device", lambda _name: CPU)
     assert (
         f"no accelerator; training runs on the CPU with {torch.get_num_threads()} thr" in health.check_device().message
     )
-    monkeypatch.setattr(devices, "choose_device", lambda _name: torch.device("cuda"))
+    monkeypatch.setattr(devices, "choose_device", lambda _name: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    assert (health.check_device().ok, health.check_device().message) == (True, "3 x cuda")
+    assert (health.check_device().ok, health.check_device().message) == (True, "3 x xpu")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     assert health.check_network().message.startswith("--nproc listens on the loopback only; ")

@@ -50,12 +50,15 @@ ADAM_FIELDS: dict[str, Any] = {**ADAM, "amsgrad": False, "maximize": False}
             {**BASE, "lr": 2.5e-3, "state_dtype": "float32", "betas": (0.9, 0.999), "eps": 1e-8, "weight_power": 2.0},
         ),
         (TorchConfig, {"target": "a.B"}, {**BASE, "target": "a.B", "arguments": {}}),
-        (CosineConfig, {}, {"warmup_steps": 0, "min_factor": 0.1}),
-        (LinearConfig, {}, {"warmup_steps": 0, "min_factor": 0.0}),
+        (CosineConfig, {}, {"warmup_steps": 0, "warmup_fraction": None, "min_factor": 0.1}),
+        (LinearConfig, {}, {"warmup_steps": 0, "warmup_fraction": None, "min_factor": 0.0}),
         (
             WarmupStableDecayConfig,
             {},
-            {"warmup_steps": 0, "decay_steps": None, "decay_fraction": None, "curve": "linear", "min_factor": 0.0},
+            {
+                "warmup_steps": 0, "warmup_fraction": None, "decay_steps": None, "decay_fraction": None,
+                "curve": "linear", "min_factor": 0.0,
+            },
         ),
         (InverseSqrtConfig, {}, {"warmup_steps": 1000}),
         (

@@ -66,6 +66,12 @@ def amount(done: float, total: float) -> str:
     return f"{done / size:.1f} of {total / size:.1f} {unit}" if unit != "B" else f"{done:.0f} of {total:.0f} B"
 
 
+def size_text(count: float) -> str:
+    """Text of a number of bytes, such as ``1.02 GiB``."""
+    unit, size = _unit(count)
+    return f"{count / size:,.2f} {unit}" if unit != "B" else f"{count:.0f} B"
+
+
 def _unit(count: float) -> tuple[str, int]:
     return next((entry for entry in _UNITS if count >= entry[1]), ("B", 1))
 

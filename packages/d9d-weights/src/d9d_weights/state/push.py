@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from d9d_core.errors import CheckpointError
 from d9d_core.terminal.console import console_for
 from d9d_core.untrusted import parse_json
-from rich.filesize import decimal
 from rich.table import Table
 
 from d9d_weights.checkpoint.tensors import is_checkpoint
@@ -20,6 +19,7 @@ from d9d_weights.hugging_face.adapter import ADAPTER_FILES
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.layout import PICKLES
 from d9d_weights.model_card.card import MODEL_CARD
+from d9d_weights.progress import size_text
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -231,8 +231,8 @@ def _print_files(directory: Path, files: Mapping[str, int], left_out: list[str])
     console = console_for()
     table = Table("file", "size", box=None)
     for name, size in files.items():
-        table.add_row(name, decimal(size))
-    console.print(f"{directory}: {len(files)} files, {decimal(sum(files.values()))}")
+        table.add_row(name, size_text(size))
+    console.print(f"{directory}: {len(files)} files, {size_text(sum(files.values()))}")
     console.print(table)
     if left_out:
         console.print(f"left out: {', '.join(left_out)}")

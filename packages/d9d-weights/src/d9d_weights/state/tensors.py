@@ -23,7 +23,6 @@ from d9d_core.terminal.console import console_for
 from d9d_core.types import TensorSpec
 from d9d_core.untrusted import visible
 from pydantic import ValidationError
-from rich.filesize import decimal
 from rich.table import Table
 
 from d9d_weights.checkpoint.pretrained import job_state_graph
@@ -39,7 +38,7 @@ from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.format import HuggingFaceFormat, KeepsFields
 from d9d_weights.model_card.card import MODEL_CARD
 from d9d_weights.model_card.stored import card_of
-from d9d_weights.progress import ByteBar
+from d9d_weights.progress import ByteBar, size_text
 
 JOB_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 _SIZE = re.compile(r"([0-9.]+)\s*([KMGT]?)(i?)B", re.IGNORECASE)
@@ -90,7 +89,7 @@ def _print_tensors(specs: Mapping[str, TensorSpec], as_json: bool) -> None:
     console_for().print(table)
     numbers = sum(math.prod(spec.shape) for spec in specs.values())
     size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
-    console_for().print(f"{len(specs)} tensors, {numbers:,} numbers, {decimal(size)}")
+    console_for().print(f"{len(specs)} tensors, {numbers:,} numbers, {size_text(size)}")
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def convert_state(asked: Conversion, registry: Registry) -> str:
         size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in graph.specs.values())
         with ByteBar("converting", size) as bar:
             files = convert(graph, tensors, asked.target, config, others, asked.shard_bytes, asked.threads, bar.add)
-    return f"{len(graph.outputs)} tensors, {decimal(size)} in {len(files)} files at {asked.target}"
+    return f"{len(graph.outputs)} tensors, {size_text(size)} in {len(files)} files at {asked.target}"
 
 
 def _refuse_taken(target: str) -> None:
