@@ -54,7 +54,7 @@ def test_tensors_are_listed_with_layers_together(d9d: Run, run: Path) -> None:
     assert status == 0
     lines = text.splitlines()
     assert any(line.split() == ["toy.layers.{0..1}.weight", "[4,", "4]", "float32", "2"] for line in lines)
-    assert lines[-1].strip() == "4 tensors, 34 numbers, 0.00 GiB"
+    assert lines[-1].strip() == "4 tensors, 34 numbers, 136 B"
     assert d9d("show", run / "model" / "model.safetensors")[1] == text
     _, text = d9d("show", run)
     assert "model/layers.{0..1}.weight" in text

@@ -31,7 +31,8 @@ from d9d_testing.world import World
 _TOY = "d9d_testing.toy.plugin"
 #: Beginnings of names of files that the training loop writes, in the directory of runs.
 _OF_THE_LOOP = (
-    "suite/checkpoints/", "suite/tokenizer/", "suite/job.yaml", "suite/plugins.json", "suite/finished.json",
+    "suite/checkpoints/", "suite/tokenizer/", "suite/job.yaml", "suite/plugins.json", "suite/facts.json",
+    "suite/finished.json",
 )  # fmt: skip
 #: Steps whose tensors the loop itself may still hold after a run.
 _RECENT = 2
