@@ -29,8 +29,9 @@ _INFER = """\
 run: {{name: {name}}}
 model: {{pretrained: runs/{kind}}}
 task: {task}
-data: {{name: documents, sources: ["python:topics"], field: text, sequence_length: 128, too_long: cut}}
+data: {{name: documents, sources: ["python:topics"], field: text, sequence_length: 128}}
 batch: {{size: 16, microbatch: 8}}
+too_long: cut
 """
 #: Kind -> commands after 'd9d new job'; a kind may use the models of the kinds before it.
 KINDS = {
