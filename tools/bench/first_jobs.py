@@ -1,4 +1,4 @@
-"""The same five jobs in several tools on a CPU: lines that a user writes, CPU seconds, peak memory, loss.
+"""Comparison of five small jobs in several tools on a CPU: lines of the user, CPU seconds, peak memory, loss.
 
     python tools/bench/first_jobs.py --python d9d=.venv/bin/python --python axolotl=ENVIRONMENT/bin/python
     python tools/bench/first_jobs.py --page        only the tables of docs/comparison.md, from the files
@@ -45,7 +45,7 @@ VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.ve
 
 
 def main() -> None:
-    """Measure what is asked for, and write the result and the page."""
+    """Measure the jobs of the given tools, and write the result and the page."""
     options = _options()
     pythons = dict(item.split("=", 1) for item in options.python)
     if pythons:

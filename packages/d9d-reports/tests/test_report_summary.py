@@ -1,4 +1,4 @@
-"""First card of a report and its tiles: what was trained, and with what result."""
+"""Tests of the first card of a report and of its tiles."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class Health:
     Attributes:
         ok: whether the check passed; if not, the exit status of ``d9d doctor`` is 1.
         message: text about the machine, in a line.
-        advice: what the user can do about a problem; a check that passed with advice is shown as a warning.
+        advice: remedy of a problem; a check that passed with advice is shown as a warning.
     """
 
     ok: bool

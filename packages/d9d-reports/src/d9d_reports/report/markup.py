@@ -28,7 +28,7 @@ def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = ()) -> str:
 
 
 def folded(title: str, says: str, content: str) -> str:
-    """Make a folded section whose summary line has a title and says in brief what is inside."""
+    """Make a folded section whose summary line has a title and a brief description of the contents."""
     rest = f' <span class="weak">{escape(says)}</span>' if says else ""
     return f"<details><summary><b>{escape(title)}</b>{rest}</summary>\n{content}\n</details>"
 

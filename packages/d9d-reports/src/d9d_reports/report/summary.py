@@ -1,4 +1,4 @@
-"""First card of a report, which says what was trained, and tiles with the key values of a run."""
+"""First card of a report: model, data, optimizer and command of a run; and tiles with its key values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EVALUATION = re.compile(r"eval/(?:(.+)/)?loss")
 
 
 def trained(runs: Mapping[str, RunRecord]) -> str:
-    """Make the table that says what was trained, with a column per run: model, data, optimizer, layout, command."""
+    """Make the table of the first card, with a column per run: model, data, optimizer, layout, command."""
     columns = [_facts(record) for record in runs.values()]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
