@@ -178,12 +178,14 @@ def test_transfers_are_the_only_communication_of_a_pipeline_alone(
 
 
 def test_health_names_the_version_the_device_and_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(health, "version", lambda name: f"of {name}")
     for version, good in (("2.10.1", False), ("2.11.0", True), ("2.11.0+cpu", True), ("3.0", True)):
         monkeypatch.setattr(torch, "__version__", version)
         found = health.check_torch()
-        assert found.ok is good
-        assert found.message.split(",")[0].split(";")[0] == f"torch {version}"
-        assert found.message.endswith("; d9d needs torch 2.11 or newer") is not good
+        text = f"torch {version}, CUDA 13.0, triton of triton" + ("" if good else "; d9d needs torch 2.11 or newer")
+        assert (found.ok, found.message) == (good, text)
     monkeypatch.setattr(devices, "choose_device", lambda _name: CPU)
     assert (
         f"no accelerator; training runs on the CPU with {torch.get_num_threads()} thr" in health.check_device().message
