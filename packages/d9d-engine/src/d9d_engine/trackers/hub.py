@@ -273,7 +273,8 @@ class TrackerHub:
             for thread, patience, done in asked:
                 if not done.wait(max(0.0, begin + patience - time.monotonic())):
                     thread.is_late = True
-                    thread.say_late(f"has not written everything within {patience:g} s and is no longer waited for")
+                    limit = f"within {patience:g} s" if patience else "at once, after slow calls,"
+                    thread.say_late(f"has not written everything {limit} and is no longer waited for")
 
         return wait
 
