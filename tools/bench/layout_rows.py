@@ -10,7 +10,11 @@ from rows import LORA, Row
 DENSE = Row("dense-2b", 4, 4096, compiled=True)
 _MOE = Row("moe-5.6b", 4, 4096, compiled=True)
 _LONG = Row("dense-2b", 1, 32_768, compiled=True, recomputed=True)
+_LLAMA = Row("llama-8b", 1, 8192, compiled=True)
+_30B = Row("qwen3-30b-a3b", 4, 4096, compiled=True)
 _SHARDED = (("dp_shard", 2),)
+_EXPERTS = ("fsdp", "expert_parallel")
+_STAGES_OF_EXPERTS = (("pp", 2), ("dp_shard", 2), ("ep", 2))
 _KEPT = {"name": "fsdp", "reshard_after_forward": False}
 _ASYNCHRONOUS = {"name": "tensor_parallel", "asynchronous": True}
 
@@ -19,6 +23,58 @@ def context_row(method: str, samples: int, length: int) -> Row:
     """Row of ``context_parallel`` over two ranks, with gradients reduced by ``fsdp``."""
     base = replace(DENSE, samples=samples, length=length, recomputed=length >= 32_768)
     return replace(base, mesh=(("cp", 2),), parallel=({"name": "context_parallel", "method": method}, "fsdp"))
+
+
+def _wide_rows(ranks: int) -> tuple[Row, ...]:
+    """Rows over four or eight ranks, without pipelines, and the same jobs on one GPU."""
+    sharded = (("dp_shard", ranks),)
+    spread = (*sharded, ("ep", ranks))
+    long = replace(_LONG, length=131_072, mesh=(("cp", ranks),))
+    return (
+        replace(_MOE, mesh=spread, parallel=_EXPERTS),
+        replace(_MOE, mesh=sharded, parallel=("fsdp",)),
+        replace(_MOE, mesh=sharded, parallel=(_KEPT,)),
+        replace(DENSE, mesh=(("dp_replicate", ranks),), parallel=("replicate",)),
+        replace(DENSE, mesh=sharded, parallel=("fsdp",)),
+        replace(DENSE, mesh=sharded, parallel=(_KEPT,)),
+        replace(DENSE, mesh=(("dp_replicate", 2), ("dp_shard", ranks // 2)), parallel=("hsdp",)),
+        replace(DENSE, samples=8, mesh=(("dp_shard", ranks // 2), ("tp", 2)), parallel=("tensor_parallel", "fsdp")),
+        replace(_LLAMA, mesh=sharded, parallel=("fsdp",)),
+        replace(_LLAMA, mesh=sharded, parallel=(_KEPT,)),
+        replace(_MOE, mesh=(("dp_replicate", ranks),), parallel=("replicate",)),
+        *(
+            replace(long, parallel=({"name": "context_parallel", "method": method}, "fsdp"))
+            for method in ("all_gather", "ring", "ulysses")
+        ),
+        DENSE, _MOE, _LLAMA,
+    )  # fmt: skip
+
+
+def _large_rows(ranks: int) -> tuple[Row, ...]:
+    """Rows of models that need four or eight GPUs."""
+    sharded = (("dp_shard", ranks),)
+    spread = (*sharded, ("ep", ranks))
+    return (
+        replace(_30B, samples=2, mesh=spread, parallel=_EXPERTS),
+        replace(_30B, samples=2, mesh=sharded, parallel=("fsdp",)),
+        Row("qwen3-32b", 2, 4096, compiled=True, recomputed=True, mesh=sharded, parallel=("fsdp",)),
+        replace(_30B, recomputed=True, mesh=sharded, parallel=("fsdp",)),
+        replace(_30B, samples=3, mesh=spread, parallel=_EXPERTS),
+    )
+
+
+def _pipeline_rows(ranks: int) -> tuple[Row, ...]:
+    """Rows with pipelines over four or eight ranks."""
+    stages = replace(DENSE, samples=4 * ranks, microbatch=1, mesh=(("pp", ranks),))
+    mixed = replace(_MOE, samples=8, microbatch=1, mesh=_STAGES_OF_EXPERTS, parallel=_EXPERTS)
+    return (
+        *(replace(stages, schedule=schedule) for schedule in ("zero_bubble_v", "dual_pipe_v")),
+        replace(mixed, schedule="dual_pipe_v"),
+        *(replace(stages, schedule=schedule) for schedule in ("interleaved_1f1b", "zb1p", "1f1b")),
+        replace(mixed, schedule="1f1b"),
+        replace(_30B, samples=8, microbatch=1, mesh=_STAGES_OF_EXPERTS, parallel=_EXPERTS, schedule="dual_pipe_v"),
+        *(replace(stages, schedule=schedule) for schedule in ("gpipe", "looped_bfs")),
+    )
 
 
 #: Rows by topic; 16,384 tokens per GPU and step, or one sample if that is longer.
@@ -64,6 +120,12 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
             mesh=(*_SHARDED, ("ep", 2)), parallel=("fsdp", "expert_parallel"),
         ),
     ),
+    "four": _wide_rows(4),
+    "four-large": _large_rows(4),
+    "four-pipelines": _pipeline_rows(4),
+    "eight": _wide_rows(8),
+    "eight-large": _large_rows(8),
+    "eight-pipelines": _pipeline_rows(8),
     "tiny": (
         Row("tiny", 2, 64),
         Row("tiny-moe", 2, 64),

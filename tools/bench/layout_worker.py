@@ -48,7 +48,8 @@ def measured(row: Row, job: Job, device: torch.device, launched: float, window: 
 def main(asked: str, answered: str, launched: str, gpu: str) -> None:
     """Append the answer of each row to a file, on the first rank."""
     questions = json.loads(Path(asked).read_text(encoding="utf-8"))
-    device = begin(pipeline=any("pp" in dict(question["row"]["mesh"]) for question in questions))
+    rows = [Row.from_json(question["row"]) for question in questions]
+    device = begin(pipeline="pp" in dict(rows[0].mesh), only_transfers=rows[0].only_transfers)
     rates = Device.named(gpu)
     if device.type == "cuda":  # ops adapt to the free memory
         rates = rates.model_copy(update={"memory_gib": torch.cuda.mem_get_info()[1] / GIB})

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import json
 import sys
 import tempfile
 import time
@@ -41,9 +42,11 @@ def main() -> None:
     """Measure, print, and write the result."""
     options = _options()
     rows = [row for row in ROWS[options.rows] if not options.only or any(text in row.name for text in options.only)]
+    rows = [row for row in rows if options.ranks in (None, row.ranks)]
     page = options.folder / "README.md" if options.folder else None
     if not options.tables:
-        result = measure(rows, options.gpu, options.seconds, options.table or f"layouts-{options.rows}")
+        before = [answer for file in options.beside for answer in json.loads(file.read_text(encoding="utf-8"))[KIND]]
+        result = measure(rows, options.gpu, options.seconds, options.table or f"layouts-{options.rows}", before)
         print(text_of([result]))
         if options.folder:
             print(f"written: {records.write(result, options.folder)}", flush=True)
@@ -52,8 +55,18 @@ def main() -> None:
         page.write_text(filled, encoding="utf-8")
 
 
-def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) -> dict[str, Any]:
-    """All measurements, as JSON values. Rows with most processes come first, as the first row compiles kernels."""
+def measure(
+    rows: Sequence[Row], gpu: str, seconds: float | None, table: str, before: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """All measurements, as JSON values. Rows with most processes come first, as the first row compiles kernels.
+
+    Args:
+        rows: rows to measure.
+        gpu: rates of predictions.
+        seconds: limit for the whole measurement.
+        table: name of the table.
+        before: answers of earlier calls on the same machine; they join the table.
+    """
     start = time.perf_counter()
     found: list[dict[str, Any]] = []
     hardware: dict[str, Any] = {}
@@ -71,6 +84,7 @@ def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) ->
             found += [{"row": asdict(row), **answer} for row, answer in zip(now, answers, strict=False)]
             # Without an answer, the time limit was reached.
             left = left[len(answers) :] if answers else left[len(now) :]
+    found += map(dict, before)
     for one in found:
         one.pop("hardware", None)
         base = _alone(one, found)
@@ -83,9 +97,9 @@ def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) ->
     }  # fmt: skip
 
 
-def _processes(row: Row) -> tuple[bool, int]:
-    """Key of the rows that share processes; rows with pipelines load all kernels at the start."""
-    return "pp" in dict(row.mesh), -row.ranks
+def _processes(row: Row) -> tuple[bool, bool, int]:
+    """Key of the rows that share processes; rows with pipelines choose of CUDA what their jobs do, see `begin`."""
+    return "pp" in dict(row.mesh), row.only_transfers, -row.ranks
 
 
 def _alone(one: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -141,6 +155,10 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Layouts of one job on the GPUs of one machine.")
     parser.add_argument("--rows", choices=[name for name in ROWS if name != "tiny"], default="scaling")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only rows with one of these in their names")
+    parser.add_argument("--ranks", type=int, metavar="N", help="only rows of so many processes")
+    parser.add_argument(
+        "--beside", type=Path, nargs="+", default=[], metavar="FILE", help="results of this machine that join the table"
+    )
     parser.add_argument("--seconds", type=float, help="end after so long, with what there is")
     parser.add_argument("--gpu", default="h200", metavar="NAME|FILE", help="rates of predictions, as of d9d plan")
     parser.add_argument("--table", help="name of the table; by default the name of the rows")

@@ -26,17 +26,19 @@ WARMUP, SLOW = 6, 1.5
 WINDOW, STEPS = 4.0, 10
 
 
-def begin(*, pipeline: bool = False) -> torch.device:
+def begin(*, pipeline: bool = False, only_transfers: bool = False) -> torch.device:
     """Device of this process; joins the process group that torchrun describes, if there are several ranks.
 
     Args:
-        pipeline: choose of CUDA what jobs of the schedule `1f1b` and nothing else do.
+        pipeline: load kernels at the start, as jobs with stages do.
+        only_transfers: let streams share hardware queues, as jobs of the schedule `1f1b` and nothing else do.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         if pipeline:
             load_kernels_eagerly("cuda")
+        if only_transfers:
             share_hardware_queues("cuda")
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

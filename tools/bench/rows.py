@@ -18,11 +18,17 @@ from d9d_core.registry.registry import Registry
 from random_tokens import Synthetic
 from settings import BETAS, CLIP, DECAY, LR, MODELS
 
-PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_pipeline", "d9d_moe", "d9d_qwen3", "d9d_peft")
+PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_pipeline", "d9d_moe", "d9d_qwen3", "d9d_llama", "d9d_peft")
 #: Optional packages, used if installed, as in a job.
-OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention")
+OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_quack", "d9d_cublas")
 #: Large models that no other library trains here.
-LARGE: Mapping[str, Mapping[str, Any]] = {"qwen3-30b-a3b": {**MODELS["moe-5.6b"], "num_layers": 48}}
+LARGE: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-30b-a3b": {**MODELS["moe-5.6b"], "num_layers": 48},
+    "qwen3-32b": {
+        **MODELS["dense-2b"], "hidden_size": 5120, "intermediate_size": 25_600, "num_layers": 64,
+        "num_attention_heads": 64,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,11 @@ class Row:
     def ranks(self) -> int:
         """Number of processes."""
         return math.prod(size for axis, size in self.mesh if axis != "ep")
+
+    @property
+    def only_transfers(self) -> bool:
+        """Whether stages exchange nothing but activations and their gradients, while other streams compute."""
+        return self.schedule == "1f1b" and self.ranks == dict(self.mesh)["pp"]
 
     @property
     def tokens(self) -> int:
