@@ -25,6 +25,7 @@ import torch
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import describe_rank
 from d9d_engine.process_env import ProcessEnv
+from d9d_engine.run.interrupt import STOPPED
 from d9d_engine.supervision.failure import Failure, FailureReporter
 from d9d_testing.layouts import job_of
 from d9d_testing.world import RankFailedError, World
@@ -311,8 +312,9 @@ def test_after_ctrl_c_and_the_loss_of_a_shard_a_run_ends_as_one_that_torchrun_st
     run = tmp_path / "runs" / "small"
     wait_for(lambda: len(list((run / "checkpoints").glob("step-*"))) >= 2, first)
     first.send_signal(signal.SIGINT)
-    out, err = end(first, 0)
+    out, err = end(first, STOPPED)
     assert "SIGINT: stopped after step " in out
+    assert json.loads((run / "stopped.json").read_text())["request"] == "SIGINT"
     assert "Traceback" not in err
     before, newest = sorted((run / "checkpoints").glob("step-*"))
     (newest / "tensors-00001.safetensors").unlink()

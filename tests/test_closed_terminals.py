@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from d9d_engine.run.interrupt import STOPPED
 
 Write = Callable[..., Path]
 D9D = [sys.executable, "-m", "d9d_core"]
@@ -116,7 +117,7 @@ def test_a_closed_terminal_lets_the_run_save_and_end(small_job: Write, tmp_path:
     wait_until_it_trains(tmp_path / "runs" / "run")
     os.close(terminal)
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert os.waitstatus_to_exitcode(status) == STOPPED
     checkpoints = tmp_path / "runs" / "run" / "checkpoints"
     newest = max(checkpoints.glob("step-*"))
     lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from d9d_engine.run.interrupt import STOPPED
 
 Write = Callable[..., Path]
 D9D = [sys.executable, "-m", "d9d_core"]
@@ -44,6 +46,26 @@ def left(tmp_path: Path, what: str = "thread", ranks: str = "01") -> dict[str, A
 def run(*arguments: str) -> tuple[int, str]:
     done = subprocess.run([*D9D, *arguments], capture_output=True, text=True, timeout=100, check=False)
     return done.returncode, done.stderr
+
+
+@pytest.mark.thorough
+def test_a_stopped_run_has_its_own_status_and_a_finished_one_0(small_job: Write, tmp_path: Path) -> None:
+    job = str(small_job("run", steps=400, logging={"every": 1}))
+    directory = tmp_path / "runs" / "run"
+    with subprocess.Popen([*D9D, "train", job], stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (directory / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == STOPPED
+    stopped = json.loads((directory / "stopped.json").read_text())
+    assert (stopped["steps"], stopped["request"]) == (400, "SIGTERM")
+    assert [int(one.name[5:]) for one in (directory / "checkpoints").glob("step-*")] == [stopped["step"]]
+    status, errors = run("train", job)
+    assert status == 0, errors
+    assert not (directory / "stopped.json").exists()
+    assert (directory / "finished.json").exists()
 
 
 @pytest.mark.thorough

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from d9d_engine.run.interrupt import STOPPED
 from d9d_testing.logs import read_log_without_times
 from d9d_testing.processes import children_of, descendants_of, is_running, ranks_of
 from disturbed_run import STEPS, DeviationError, Run, command_of, expect, send, wait_until
@@ -109,7 +110,8 @@ def term(run: Run, plan: Plan) -> str:
         send(pid, signal.SIGTERM)
         time.sleep(gap)
     status = run.end()
-    expect(status == 0, f"status {status} after SIGTERM to {who}: {run.output[-3000:]}")
+    right = 0 if "finished" in run.output else STOPPED
+    expect(status == right, f"status {status} after SIGTERM to {who}: {run.output[-3000:]}")
     expect("Traceback" not in run.output, f"a traceback: {run.output[-3000:]}")
     done = [int(line.split()[1]) + 1 for line in run.happened() if line.startswith("StepEnds")]
     saved = [int(file.name[5:]) for file in (run.directory / "checkpoints").glob("step-*")]

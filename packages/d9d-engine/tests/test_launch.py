@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from d9d_engine.launch.process import Process
 from d9d_engine.process_env import ProcessEnv
+from d9d_engine.run.interrupt import STOPPED
 from d9d_testing.processes import LOOPBACK, is_running, listening_at, ranks_of
 
 #: Stands for a job that uses several processes: three steps, each with a collective.
@@ -215,7 +216,7 @@ def test_a_stop_signal_during_start_up_ends_well_with_nothing_to_save(
     for who in order:
         os.kill(pids[who], number)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    assert process.returncode == STOPPED, errors
     assert output == ""
     assert [line for line in errors.splitlines() if "take care" not in line and "warnings.warn" not in line] == [
         f"{number.name}: stopped during start-up; nothing was trained"
@@ -229,7 +230,7 @@ def test_sigterm_to_a_process_that_has_hardly_begun_ends_well(start: Run) -> Non
     wait_for(lambda: ranks_of(process.pid))
     os.kill(next(iter(ranks_of(process.pid).values())), signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "SIGTERM: stopped during start-up; nothing was trained\n")
+    assert (process.returncode, errors) == (STOPPED, "SIGTERM: stopped during start-up; nothing was trained\n")
 
 
 @pytest.mark.full
@@ -274,7 +275,7 @@ def test_a_rank_that_stands_still_ends_all_and_they_start_again(start: Run, tmp_
     wait_for(lambda: len(ranks_of(process.pid)) == 2)
     process.terminate()
     process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.returncode == STOPPED
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ from d9d_engine.launch import ranks as module
 from d9d_engine.launch.agent import Launch, cause
 from d9d_engine.launch.link import VARIABLE, Link
 from d9d_engine.launch.ranks import Ended, Rank, Ranks
-from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.interrupt import STOPPED, Interrupts
 from d9d_engine.supervision.failure import Failure
 
 Script = dict[int, Callable[[], object]]
@@ -353,11 +353,12 @@ def test_a_launch_gives_up_after_its_restarts_or_an_error_of_the_job(
     ("ended", "status", "told"),
     [
         (Ended([], "SIGTERM", True, False), 0, ""),
+        (Ended([], "SIGTERM", True, False, True), STOPPED, ""),
         (Ended([rank_that_failed(0, 1, 5, Failure("no room", 5))], "SIGTERM", True, False), 5, "no room\n"),
         (Ended([], "SIGINT", True, True), 130, "interrupted\n"),
         (Ended([], "SIGTERM", True, True), 130, "interrupted\n"),
         (Ended([], "SIGINT", False, False), 130, "interrupted: during start-up; nothing was trained\n"),
-        (Ended([], "SIGTERM", False, False), 0, "SIGTERM: stopped during start-up; nothing was trained\n"),
+        (Ended([], "SIGTERM", False, False), STOPPED, "SIGTERM: stopped during start-up; nothing was trained\n"),
     ],
 )
 def test_a_launch_that_was_asked_to_stop_tells_what_became_of_it(
@@ -372,7 +373,7 @@ def test_after_a_restart_nothing_is_said_about_what_was_trained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Attempts(monkeypatch, failed_with(1), Ended([], "SIGTERM", False, False))
-    assert launched(3) == 0
+    assert launched(3) == STOPPED
     assert capsys.readouterr().err.splitlines()[-1] == "SIGTERM: stopped during start-up"
     Attempts(monkeypatch, failed_with(1), Ended([], "SIGINT", False, False))
     assert launched(3) == 130
@@ -383,7 +384,7 @@ def test_a_stop_request_from_before_the_launch_counts(monkeypatch: pytest.Monkey
     attempts = Attempts(monkeypatch, Ended([], "SIGTERM", False, False))
     interrupts = Interrupts()
     interrupts.requested = "SIGTERM"
-    assert launched(1, interrupts) == 0
+    assert launched(1, interrupts) == STOPPED
     assert attempts.given[0][2] == [signal.SIGTERM]
 
 

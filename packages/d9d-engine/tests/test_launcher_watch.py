@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from d9d_engine.launch import process
+from d9d_engine.process_env import ProcessEnv
+from d9d_engine.run.interrupt import Interrupts
 
 
 class Link:
@@ -76,3 +78,58 @@ def test_requests_and_signals_are_passed_on_until_the_launcher_ends(link: Any) -
     wait_for(link.ended, 1)
     assert link.ended == [process.ENDED]
     watch.join(10)
+
+
+class Early:
+    """A rank that no launcher of d9d started, in its start-up."""
+
+    def __init__(self, rank: int, requested: str | None = None, status: int = 75) -> None:
+        self.interrupts: Any = SimpleNamespace(requested=requested, entered=None)
+        self.process: Any = SimpleNamespace(env=SimpleNamespace(rank=rank), stop_status=status)
+
+    def stops(self) -> Any:
+        return process._early_stops(self.process, self.interrupts)
+
+
+def test_a_stop_signal_ends_a_rank_at_once_until_it_has_progress_to_save(
+    link: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    early = Early(rank=0)
+    with early.stops():
+        descriptor = link.wakeup[0][0]
+        os.write(descriptor, bytes([signal.SIGINT, signal.SIGUSR1, signal.SIGTERM]))
+        wait_for(link.ended, 1)
+        assert link.ended == [75]
+        assert capfd.readouterr().err == "SIGTERM: stopped during start-up; nothing was trained\n"
+        early.interrupts.entered()
+        os.write(descriptor, bytes([signal.SIGTERM]))
+    for thread in [thread for thread in threading.enumerate() if thread.name == "d9d-early-stop"]:
+        thread.join(10)
+    assert link.ended == [75] * len(link.ended)
+
+
+def test_an_earlier_request_ends_a_rank_and_only_the_first_rank_says_so(
+    link: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Early(rank=3, requested="SIGHUP", status=0).stops():
+        wait_for(link.ended, 1)
+    assert link.ended[:1] == [0]
+    assert capfd.readouterr().err == ""
+
+
+def test_signals_after_the_block_end_nothing(link: Any) -> None:
+    with Early(rank=0).stops():
+        descriptor = link.wakeup[0][0]
+    os.write(descriptor, bytes([signal.SIGTERM]))
+    for thread in [thread for thread in threading.enumerate() if thread.name == "d9d-early-stop"]:
+        thread.join(10)
+    assert link.ended == []
+
+
+@pytest.mark.parametrize(("environ", "status"), [({}, 75), ({"TORCHELASTIC_RUN_ID": "none"}, 0)])
+def test_a_stopped_rank_does_not_look_like_a_failure_to_the_agent_of_torch(
+    link: Any, environ: dict[str, str], status: int
+) -> None:
+    env = ProcessEnv(0, 2, 0, 2, node="here", launcher="torchrun")
+    with process.running(env, environ, Interrupts()) as running:
+        assert running.stop_status == status

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from d9d_core.errors import JobError
 from d9d_core.job import JobFile
+from d9d_core.job_file.job import Mesh
 from d9d_engine.job import Job
 from d9d_engine.launch.start import process_of_launcher
 from d9d_engine.process_env import ProcessEnv, expand_counts, expand_hosts
@@ -270,3 +271,11 @@ def test_commands_that_train_nothing_do_not_ask_who_started_them(
         monkeypatch.setenv(name, value)
     assert JobFile.load(file, registry=registry).check()
     assert Job.of(JobFile.load(file, registry=registry)).plan()
+
+
+def test_a_rank_that_builds_without_joining_is_told_how_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    job = Job.model_construct(mesh=Mesh(dp_replicate=2))
+    with pytest.raises(JobError, match=r"one of 2 that a launcher started(?s:.*)with job\.joined\(\) as topology"):
+        job.build()

@@ -22,14 +22,25 @@ from d9d_engine.run.directory import (
     JOB,
     KEPT_JOB,
     PROGRAMS,
+    STOP,
     TOKENIZER,
+    clear_ending,
     kept_jobs,
     read_ending,
     read_failure,
     write_ending,
     write_failure,
     write_start,
+    write_stop,
 )
+
+
+def test_a_stop_is_recorded_until_the_next_start(tmp_path: Path) -> None:
+    write_stop(tmp_path, 5, 9, "SIGTERM")
+    assert json.loads((tmp_path / STOP).read_text()) == {"step": 5, "steps": 9, "request": "SIGTERM"}
+    clear_ending(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    write_stop(tmp_path / "missing", 5, 9, None)  # must not hide that all is saved
 
 
 def test_a_start_leaves_the_job_and_the_programs_and_undoes_the_ending(job: Callable[..., Job]) -> None:

@@ -27,10 +27,11 @@ class Run:
         reason: str = "",
         deterministic: bool = False,
         device: str = "cpu",
+        before: dict[str, Any] | None = None,
     ) -> None:
         self.did: list[Any] = []
         progress = Progress(step)
-        progress.trained_by = "before"  # type: ignore[assignment]
+        progress.trained_by = before if before is not None else {"mesh": {"dp_shard": 2, "ep": 2}}
 
         @contextmanager
         def noted(name: str) -> Any:
@@ -45,7 +46,9 @@ class Run:
         )
         parts: Any = SimpleNamespace(
             topology=SimpleNamespace(
-                watchdog=SimpleNamespace(phase=lambda *given: self.did.append(given)), device=torch.device(device)
+                watchdog=SimpleNamespace(phase=lambda *given: self.did.append(given)),
+                device=torch.device(device),
+                world_size=2,
             ),
             checkpointer=checkpointer,
             profiler=SimpleNamespace(
@@ -97,7 +100,7 @@ def test_a_run_says_where_it_goes_on_or_why_it_does_not(
     assert ("recorded", step, trains) in run.did
     assert ("profiled", step, 9) in run.did
     assert ("trackers", f"run at {step}", "tracker states") in run.did
-    assert run.progress.trained_by == (None if trains else "before")
+    assert run.progress.trained_by == (None if trains else {"mesh": {"dp_shard": 2, "ep": 2}})
     order = ["prefetching", "store", "deterministic False", "paced", "listening"]
     assert [one for one in run.did if one in order] == order
     run.run.owned.close()
@@ -105,6 +108,20 @@ def test_a_run_says_where_it_goes_on_or_why_it_does_not(
         "end of listening", "end of paced", "end of deterministic False", "profiler closed", "end of store",
         "end of prefetching",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "told"),
+    [
+        ({"dp_shard": 4, "tp": 2, "ep": 4}, ", on 2 processes instead of 8"),
+        ({}, ", on 2 processes instead of 1"),
+        ({"tp": 2}, ""),
+        ({"dp_shard": "auto"}, ""),
+        ("unknown", ""),
+    ],
+)
+def test_a_run_on_another_number_of_processes_says_so(monkeypatch: pytest.MonkeyPatch, mesh: Any, told: str) -> None:
+    assert Run(monkeypatch, 3, before={"mesh": mesh}).notes == [f"resumed at step 3 of 9{told}"]
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def test_the_first_rank_of_a_finished_run_says_where_its_results_are(
     monkeypatch.setattr(train, "joined_process", joined)
     monkeypatch.setattr(train, "echo", said.append)
     interrupts = Interrupts()
-    train._train(SimpleNamespace(), interrupts, lambda: job)  # type: ignore[arg-type, return-value]
+    ended = train._train(SimpleNamespace(stop_status=75), interrupts, lambda: job)  # type: ignore[arg-type, return-value]
+    assert ended == (75 if status == "stopped" else 0)
     assert given == [{"topology": topology, "observers": ["start"], "interrupts": interrupts, "owning": True}]
     assert said == (["finished 12 steps; results in runs/a"] if told else [])

@@ -20,6 +20,7 @@ from d9d_engine.distributed import world as world_module
 from d9d_engine.distributed.devices import device_of
 from d9d_engine.distributed.world import joined, process_groups
 from d9d_engine.process_env import ProcessEnv
+from d9d_engine.supervision import identity as identity_module
 from d9d_engine.supervision.failure import ErrorFile, FailureReporter
 from d9d_engine.supervision.identity import Identity, agree, spell_ranks
 from d9d_engine.supervision.watchdog import Watchdog
@@ -324,3 +325,22 @@ def test_devices_that_do_not_suffice_are_an_error(
     accelerators(count)
     with pytest.raises(JobError, match=text):
         device_of(name, 3, 4)
+
+
+def test_a_rendezvous_whose_name_does_not_resolve_is_an_error_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def unknown(host: str, *_: Any, **__: Any) -> None:
+        asked.append(host)
+        if len(asked) < 3 or host == "never":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(world_module.socket, "getaddrinfo", unknown)
+    here = ProcessEnv(1, 2, 0, 1, node="n2")
+    monkeypatch.setattr(identity_module.time, "sleep", lambda _seconds: None)
+    world_module._wait_for_name(here, "n1", 12_000, 60)  # a cluster publishes names with a delay
+    assert asked == ["n1"] * 3
+    with pytest.raises(
+        JobError, match=r"rank 1 on n2 cannot resolve 'never'.*: Name or service not known; .*MASTER_ADDR"
+    ):
+        world_module._wait_for_name(here, "never", 12_000, 0)

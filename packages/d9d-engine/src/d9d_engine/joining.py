@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from d9d_core.errors import JobError
 from d9d_core.failures import exits_are_errors
 from d9d_core.job import LoadedJob
 from d9d_core.plugin import ScheduleSpec
@@ -63,6 +64,12 @@ class JoinsProcesses(LoadedJob):
         Raises:
             D9dError: the job cannot run.
         """
+        if topology is None and (started := self._started() or 1) > 1 and self.mesh.world_size == started:
+            raise JobError(
+                f"this process is one of {started} that a launcher started, and has not joined the others; write\n"
+                "    with job.joined() as topology:\n"
+                "        job.build(topology=topology)"
+            )
         selection = self.check_layout(1 if topology is None else topology.world_size)
         from d9d_engine.compose.root import compose_root
         from d9d_engine.distributed.determinism import prepare_determinism

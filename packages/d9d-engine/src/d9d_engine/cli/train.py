@@ -24,7 +24,7 @@ from d9d_engine.launch.start import (
     process_of_launcher,
     start_up,
 )
-from d9d_engine.run.interrupt import Interrupts, Terminated
+from d9d_engine.run.interrupt import STOPPED, Interrupts, Terminated
 
 app = command_app("train", "Train, or continue after an interruption.")
 
@@ -52,12 +52,12 @@ def train(
             env = process_of_launcher(os.environ, alone)
             if nproc is None and max_restarts is None:
                 with running(env, os.environ, interrupts) as process:
-                    _train(
+                    status = _train(
                         process,
                         interrupts,
                         lambda: load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, process.repeats),
                     )
-                return
+                raise typer.Exit(status)
             if env.launcher is not None:
                 raise JobError(f"--nproc, --max-restarts: {env.launcher} has started this process; use its own options")
 
@@ -71,9 +71,12 @@ def train(
             raise typer.Exit(status)
         except Terminated as signal:
             typer.echo(f"{signal}: stopped during start-up; nothing was trained", err=True)
+            raise typer.Exit(STOPPED) from None
 
 
-def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) -> None:
+def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) -> int:
+    """Train in this process; return the exit status."""
+
     def import_modules() -> None:
         import d9d_engine.compose.training  # noqa: F401
 
@@ -81,5 +84,8 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
         with start_up(interrupts, alone), collected_seldom():
             trainer = loaded.build(topology=topology, observers=[start], interrupts=interrupts, owning=True)
         outcome = trainer.train()
-    if outcome.status == "finished" and topology.is_main:
+    if outcome.status == "stopped":
+        return process.stop_status
+    if topology.is_main:
         echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
+    return 0

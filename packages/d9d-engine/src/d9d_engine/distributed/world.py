@@ -27,6 +27,8 @@ from d9d_engine.supervision.watchdog import Watchdog
 
 #: Seconds added to the longest limit, so that the watchdog reports before a backend's timeout.
 _BACKEND_MARGIN = 60.0
+#: Seconds within which the name of the rendezvous must resolve.
+_NAME_SECONDS = 60.0
 #: Variables with the network interface on which a backend listens.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "127.0.0.1"
@@ -143,6 +145,7 @@ def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
     host, port = master
     if not served and env.local_world_size == env.world_size:
         host = _LOOPBACK
+    _wait_for_name(env, host, port, min(timeout, _NAME_SECONDS))
     try:
         listening = _listening_at(host, port) if env.rank == 0 and not served else None
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -162,6 +165,29 @@ def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
             f"(timeouts.startup); did rank 0 start there, and is the port free? {reason}"
         ) from error
     return store
+
+
+def _wait_for_name(env: ProcessEnv, host: str, port: int, seconds: float) -> None:
+    """Wait until the name of the rendezvous resolves: a cluster publishes the names of new machines with a delay.
+
+    Raises:
+        JobError: the name does not resolve. TCPStore would try it until its timeout, and not name the cause.
+    """
+    reasons: list[str] = []
+
+    def resolves() -> bool:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            reasons.append(error.strerror or str(error))
+            return False
+        return True
+
+    if not wait_until(resolves, seconds, 1.0):
+        raise JobError(
+            f"rank {env.rank} on {env.node} cannot resolve '{host}', the machine of the rendezvous: {reasons[-1]}; "
+            "correct the machine's names, or set MASTER_ADDR to an address that all machines reach"
+        )
 
 
 def _listening_at(host: str, port: int) -> int | None:

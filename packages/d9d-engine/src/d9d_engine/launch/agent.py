@@ -22,7 +22,7 @@ from typing import IO, Any
 from d9d_core.untrusted import visible
 
 from d9d_engine.launch.ranks import Ended, Rank, Ranks
-from d9d_engine.run.interrupt import Interrupts, stop_signals
+from d9d_engine.run.interrupt import STOPPED, Interrupts, stop_signals
 from d9d_engine.supervision.failure import Failure
 
 _LOOPBACK = "127.0.0.1"
@@ -55,7 +55,8 @@ class Launch:
             interrupts: stop requests, which may have arrived before this call.
 
         Returns:
-            Exit status: of the process that failed first; 0 if SIGTERM ended the run; 130 if Ctrl-C ended its start-up.
+            Exit status: of the process that failed first; :data:`STOPPED` after a stop request; 130 if Ctrl-C ended the
+            start-up.
         """
         with signals_received() as signals:
             if interrupts is not None and interrupts.requested:
@@ -66,7 +67,7 @@ class Launch:
                 if ended.asked is not None:
                     return _stopped(ended, failure, first=attempt == 0)
                 if failure is None:
-                    return 0
+                    return STOPPED if ended.stopped else 0
                 _say(failure.text)
                 # Exit status 2 means an error in the job or its environment, which a restart would repeat.
                 if attempt == self.restarts or failure.exit_code == 2:
@@ -199,14 +200,15 @@ def _stopped(ended: Ended, failure: Failure | None, first: bool) -> int:
     if ended.training and not ended.insisted:
         if failure is not None:
             _say(failure.text)
-        return 0 if failure is None else failure.exit_code
+            return failure.exit_code
+        return STOPPED if ended.stopped else 0  # a request in the last step changes nothing
     # The processes of an earlier attempt may have trained.
     early = first and not ended.training
     if ended.asked == "SIGINT" or ended.training:
         _say("interrupted: during start-up; nothing was trained" if early else "interrupted")
         return 130
     _say(f"{ended.asked}: stopped during start-up" + ("; nothing was trained" if early else ""))
-    return 0
+    return STOPPED
 
 
 def _loopback_store() -> Any:

@@ -18,11 +18,13 @@ from d9d_core.untrusted import visible
 import d9d_engine
 from d9d_engine.launch.link import Link
 from d9d_engine.process_env import ProcessEnv
-from d9d_engine.run.interrupt import Interrupts, stop_signals
+from d9d_engine.run.interrupt import STOPPED, Interrupts, stop_signals
 from d9d_engine.supervision.failure import ErrorFile, Failure, FailureReporter, Listener
 
 #: Environment variable with the file in which torch's elastic agent expects the failure.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+#: Environment variable that torch's elastic agent sets in the processes that it starts.
+_AGENT = "TORCHELASTIC_RUN_ID"
 #: Exit status of a process whose launcher has died; a shell shows the same for SIGTERM.
 ENDED = 128 + signal.SIGTERM
 #: Files left out of reported tracebacks: frames between the command line and the job.
@@ -39,11 +41,13 @@ class Process:
         env: rank and sizes of this process.
         listener: receives the failure of this process; ``None`` without a launcher that reads it.
         repeats: whether messages about the job file are omitted, because the launcher or rank 0 prints them already.
+        stop_status: exit status after a stop request.
     """
 
-    def __init__(self, env: ProcessEnv, listener: Listener | None, repeats: bool) -> None:
+    def __init__(self, env: ProcessEnv, listener: Listener | None, repeats: bool, stop_status: int = STOPPED) -> None:
         self.env = env
         self.repeats = repeats
+        self.stop_status = stop_status
         self._listener = listener
         self._reporter: FailureReporter | None = None
         self._name = f"rank {env.rank}"
@@ -86,13 +90,16 @@ def running(env: ProcessEnv, environ: Mapping[str, str], interrupts: Interrupts)
     """
     link = Link.from_environment(environ)
     listener = link or (ErrorFile(Path(environ[ERROR_FILE])) if ERROR_FILE in environ else None)
-    process = Process(env, listener, repeats=env.rank != 0 or link is not None)
+    # torch's agent starts processes again after any other status.
+    stop_status = 0 if link is None and _AGENT in environ else STOPPED
+    process = Process(env, listener, env.rank != 0 or link is not None, stop_status)
     if env.launcher is None:
         yield process
         return
     if link is not None:
         _follow(link, interrupts)
-    with warnings.catch_warnings():
+    early_stops = _early_stops(process, interrupts) if link is None else contextlib.nullcontext()
+    with warnings.catch_warnings(), early_stops:
         if env.rank != 0:
             warnings.showwarning = process.warn  # type: ignore[assignment]
         try:
@@ -105,18 +112,52 @@ def running(env: ProcessEnv, environ: Mapping[str, str], interrupts: Interrupts)
         link.send(done=True)
 
 
+@contextlib.contextmanager
+def _early_stops(process: Process, interrupts: Interrupts) -> Iterator[None]:
+    """End this rank at once, in a thread, if a stop signal other than Ctrl-C arrives before it has progress to save.
+
+    A cluster's engine signals all ranks. The other ranks of a launcher that signals one rank only end with an error, as
+    after every death of a rank during start-up.
+    """
+    reading = _signals_as_bytes()
+    trains = threading.Event()
+    interrupts.entered = trains.set
+    asking = [signal.Signals(number).name for number in stop_signals()]
+
+    def watch() -> None:
+        asked = interrupts.requested  # before this function was called
+        while not trains.is_set():
+            if asked is not None:
+                if process.env.rank == 0:
+                    os.write(2, f"{asked}: stopped during start-up; nothing was trained\n".encode())
+                os._exit(process.stop_status)
+            names = [signal.Signals(number).name for number in os.read(reading, 64)]
+            asked = next((name for name in names if name in asking), None)
+
+    threading.Thread(target=watch, name="d9d-early-stop", daemon=True).start()
+    try:
+        yield
+    finally:
+        trains.set()
+
+
+def _signals_as_bytes() -> int:
+    """Pipe from which a thread reads arriving signals; the main thread may be blocked, as it waits for another rank."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    # Signals sent to a forked child, such as a plugin's worker, do not concern this process.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    return reading
+
+
 def _follow(link: Link, interrupts: Interrupts) -> None:
     """Watch, in a thread, for stop requests of the launcher and for signals; exit if the launcher dies.
 
     A stop request from the launcher is passed to ``interrupts``. A SIGINT or SIGTERM sent to this process is forwarded
-    to the launcher, which asks all processes. The thread reads signals from a pipe (``signal.set_wakeup_fd``), because
-    the main thread may be blocked while it waits for another rank.
+    to the launcher, which asks all processes.
     """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    # Signals sent to a forked child, such as a plugin's worker, must not be forwarded.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    reading = _signals_as_bytes()
     interrupts.entered = lambda: link.send(training=True)
     asking = (signal.SIGINT, *stop_signals())
 

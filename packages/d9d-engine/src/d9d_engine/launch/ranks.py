@@ -18,7 +18,7 @@ from d9d_core.interpreter import python_command
 from d9d_core.untrusted import visible
 
 from d9d_engine.launch.link import VARIABLE, Link
-from d9d_engine.run.interrupt import stop_signals
+from d9d_engine.run.interrupt import STOPPED, stop_signals
 from d9d_engine.supervision.failure import Failure
 
 #: Seconds that processes may continue after one failed, to detect and report the failure themselves.
@@ -80,12 +80,14 @@ class Ended:
         asked: name of the signal that asked to stop, or ``None``.
         training: whether the processes had progress to save.
         insisted: whether repeated requests ended them before they could save.
+        stopped: whether a process ended before its work was complete, because of a stop request.
     """
 
     failed: Sequence[Rank]
     asked: str | None
     training: bool
     insisted: bool
+    stopped: bool = False
 
 
 class Ranks:
@@ -232,7 +234,8 @@ class Ranks:
     def _close(self, asked: str | None, insisted: bool) -> Ended:
         self.kill()
         failed = [rank for rank in self.ranks if not rank.done and (rank.exit_code or rank.failure)]
-        return Ended(failed, asked, self._training(), insisted)
+        stopped = any(rank.done and rank.exit_code == STOPPED for rank in self.ranks)
+        return Ended(failed, asked, self._training(), insisted, stopped)
 
 
 def _name(number: int) -> str:

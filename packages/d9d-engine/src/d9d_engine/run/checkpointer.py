@@ -76,6 +76,15 @@ class Progress:
         }
 
 
+def processes_of(job: Mapping[str, Any]) -> int | None:
+    """Number of processes of a saved job, from its mesh; ``None`` if it cannot be known."""
+    mesh = job.get("mesh")
+    if not isinstance(mesh, Mapping):
+        return None
+    sizes = [size for axis, size in mesh.items() if axis != "ep" and type(size) is int]
+    return math.prod(sizes) if len(sizes) == len({*mesh} - {"ep"}) else None
+
+
 def open_store(
     job: JobConfig,
     topology: Topology,

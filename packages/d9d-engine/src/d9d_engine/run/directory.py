@@ -29,6 +29,8 @@ KEPT_JOB = "job-from-step-{}.yaml"
 FILE = "finished.json"
 #: File with the error that ended the last start.
 FAILURE = "failed.json"
+#: File with the stop request that ended the last start.
+STOP = "stopped.json"
 
 
 def write_start(
@@ -42,8 +44,8 @@ def write_start(
 ) -> None:
     """Write a run's directory at its start: the job with all defaults, plugins, facts, tokenizer, pipeline programs.
 
-    Removes the files by which an earlier start marked the run as finished or failed. A start that trains no step writes
-    nothing, because the existing files say how the weights were trained.
+    Removes the files by which an earlier start marked the run as finished, stopped or failed. A start that trains no
+    step writes nothing, because the existing files say how the weights were trained.
 
     Args:
         job: job of the run.
@@ -103,8 +105,8 @@ def _write_tokenizer(target: Path, save_assets: Callable[[Path], None]) -> None:
 
 
 def clear_ending(directory: Path) -> None:
-    """Remove the files by which an earlier start marked the run as finished or failed."""
-    for name in (FILE, FAILURE):
+    """Remove the files by which an earlier start marked the run as finished, stopped or failed."""
+    for name in (FILE, FAILURE, STOP):
         (directory / name).unlink(missing_ok=True)
 
 
@@ -120,6 +122,19 @@ def write_failure(directory: Path, step: int, error: BaseException) -> None:
     text = lines[0] if isinstance(error, D9dError) else f"{type(error).__name__}: {lines[0]}".rstrip(": ")
     with suppress(OSError):
         write_json(directory / FAILURE, {"step": step, "error": text})
+
+
+def write_stop(directory: Path, step: int, total: int, request: str | None) -> None:
+    """Write the file that marks a run as stopped and saved, if the disk takes data.
+
+    Args:
+        directory: directory of the run.
+        step: number of optimizer steps done.
+        total: number of steps that the job asks for, or that its epochs have.
+        request: name of the signal that asked to stop; ``None`` if the caller closed the run.
+    """
+    with suppress(OSError):
+        write_json(directory / STOP, {"step": step, "steps": total, "request": request})
 
 
 def read_failure(directory: Path) -> str | None:

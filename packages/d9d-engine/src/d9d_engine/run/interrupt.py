@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+#: Exit status after a stop request: the same command continues. `EX_TEMPFAIL` of sysexits.h, "try again later".
+STOPPED = 75
+
 
 def stop_signals() -> list[signal.Signals]:
     """Signals other than SIGINT that request a save and a stop: SIGTERM, and SIGHUP unless nohup ignores it."""

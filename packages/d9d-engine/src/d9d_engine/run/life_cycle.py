@@ -12,8 +12,8 @@ from d9d_core.failures import ended_by, exits_are_errors, source_of
 from d9d_core.tracker import RunInfo
 
 from d9d_engine.distributed.determinism import deterministic_algorithms
-from d9d_engine.run.checkpointer import Progress
-from d9d_engine.run.directory import write_failure
+from d9d_engine.run.checkpointer import Progress, processes_of
+from d9d_engine.run.directory import write_failure, write_stop
 from d9d_engine.run.gc import built_objects_spared
 from d9d_engine.run.open_run import Collaborators, OpenRun
 from d9d_engine.step.randomness import generators_kept
@@ -84,7 +84,7 @@ class LifeCycle:
                 elif reason := parts.reason_to_end:
                     parts.note(f"nothing left to train: the run ended at step {step} of {total}, {reason}")
                 elif step:
-                    parts.note(f"resumed at step {step} of {total}")
+                    parts.note(f"resumed at step {step} of {total}{self._other_size()}")
                 parts.profiler.check(step, total)
                 if parts.job.deterministic and parts.topology.device.type != "cpu":
                     parts.note("warning: deterministic: deterministic algorithms may be slower")
@@ -141,7 +141,7 @@ class LifeCycle:
         """Finish the run: save, export and close it."""
         parts = self._parts
         with self.guarded(run):
-            status = run.settle()
+            status, request = run.settle(), parts.interrupts.requested
             run.deferred.close()
             parts.log.drain()
             parts.trackers.close(status)
@@ -149,6 +149,8 @@ class LifeCycle:
             parts.events.emit(done(self.progress.step))
             if status == "finished":
                 parts.checkpointer.record_end(self.progress.step, parts.total_steps, parts.reason_to_end)
+            elif parts.topology.is_main and self.progress.step:
+                write_stop(parts.job.run.directory, self.progress.step, parts.total_steps, request)
         self._closed()
         run.owned.close()
         return Outcome(status, self.progress.step)
@@ -183,6 +185,12 @@ class LifeCycle:
                 self._parts.prefetcher.load_state(self._parts.prefetcher.state())
             raise
         self._parts.prefetcher.load_state(self._parts.prefetcher.state())
+
+    def _other_size(self) -> str:
+        """Text about a changed number of processes; empty if the number is that of the resumed checkpoint."""
+        before = processes_of(self.progress.trained_by or {})
+        now = self._parts.topology.world_size
+        return "" if before in (None, now) else f", on {now} process{'es' * (now > 1)} instead of {before}"
 
     def _run_info(self, step: int) -> RunInfo:
         job, run, total = self._parts.job, self._parts.job.run, self._parts.total_steps

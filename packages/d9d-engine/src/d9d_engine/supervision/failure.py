@@ -25,6 +25,11 @@ from d9d_weights.files.atomic import write_text
 
 #: Messages of a broken connection to another rank, which may have caused the failure.
 _BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/|nccl|timed out", re.IGNORECASE)
+#: Verb of a failure that another rank may have caused.
+_LOST = (
+    "lost its connection to another rank, which may have been killed without a message of its own; the launcher's "
+    "lines or the system's log may say why"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,10 @@ class Failure:
         while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in hide:
             frames = frames.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        broken = isinstance(error, RuntimeError | OSError) and bool(_BROKEN.search(str(error)))
         if who is not None:
-            text = f"{who} failed:\n{text}"
-        return cls(text, 1, isinstance(error, RuntimeError | OSError) and bool(_BROKEN.search(str(error))))
+            text = f"{who} {_LOST if broken else 'failed'}:\n{text}"
+        return cls(text, 1, broken)
 
 
 class Listener(Protocol):

@@ -17,7 +17,7 @@ from d9d_core.terminal.console import console_for
 from d9d_engine.joining import silent
 from d9d_engine.launch.process import Process, running
 from d9d_engine.launch.start import Alone, Nproc, for_processes, launch, process_of_launcher, start_up
-from d9d_engine.run.interrupt import Interrupts, Terminated
+from d9d_engine.run.interrupt import STOPPED, Interrupts, Terminated
 
 from d9d_inference.evaluation.subject import Request, Subject, find_subject, same_data
 
@@ -93,6 +93,7 @@ def evaluate(
             raise typer.Exit(launch(loaded, ["evaluate", *words], 0, interrupts))
         except Terminated as signal:
             typer.echo(f"{signal}: stopped; nothing was measured", err=True)
+            raise typer.Exit(STOPPED) from None
 
 
 def _words(

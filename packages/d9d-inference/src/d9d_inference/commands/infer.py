@@ -21,7 +21,7 @@ from d9d_engine.launch.start import (
     process_of_launcher,
     start_up,
 )
-from d9d_engine.run.interrupt import Interrupts, Terminated
+from d9d_engine.run.interrupt import STOPPED, Interrupts, Terminated
 
 from d9d_inference.job import InferenceJob
 
@@ -45,14 +45,14 @@ def infer(
             env = process_of_launcher(os.environ, alone)
             if nproc is None:
                 with running(env, os.environ, interrupts) as process:
-                    _infer(
+                    status = _infer(
                         process,
                         interrupts,
                         lambda: load_job(
                             InferenceJob, job, overrides, plugin, no_plugins, strict_plugins, process.repeats
                         ),
                     )
-                return
+                raise typer.Exit(status)
             if env.launcher is not None:
                 raise JobError(f"--nproc: {env.launcher} has started this process; use its own options")
 
@@ -65,9 +65,12 @@ def infer(
             raise typer.Exit(launch(loaded, ["infer", str(job), *options], 0, interrupts))
         except Terminated as signal:
             typer.echo(f"{signal}: stopped during start-up; nothing was computed", err=True)
+            raise typer.Exit(STOPPED) from None
 
 
-def _infer(process: Process, interrupts: Interrupts, load: Callable[[], InferenceJob]) -> None:
+def _infer(process: Process, interrupts: Interrupts, load: Callable[[], InferenceJob]) -> int:
+    """Infer in this process; return the exit status."""
+
     def import_modules() -> None:
         import d9d_inference.compose  # noqa: F401
 
@@ -75,7 +78,10 @@ def _infer(process: Process, interrupts: Interrupts, load: Callable[[], Inferenc
         with start_up(interrupts, alone, "computed"), collected_seldom():
             inference = loaded.build(topology=topology, observers=[start], interrupts=interrupts, owning=True)
         outcome = inference.run()
-    if outcome.status == "finished" and topology.is_main:
+    if outcome.status == "stopped":
+        return process.stop_status
+    if topology.is_main:
         for name, value in outcome.values.items():
             echo(f"{name} {value:,.6g}")
         echo(f"finished {outcome.samples:,} samples; rows in {inference.store.output}")
+    return 0

@@ -23,7 +23,7 @@ from d9d_engine.launch.start import (
     process_of_launcher,
     start_up,
 )
-from d9d_engine.run.interrupt import Interrupts, Terminated
+from d9d_engine.run.interrupt import STOPPED, Interrupts, Terminated
 
 from d9d_planner.device import Device
 from d9d_planner.prediction import predict
@@ -79,6 +79,7 @@ def profile(
             raise typer.Exit(status)
         except Terminated as signal:
             typer.echo(f"{signal}: stopped; nothing was measured", err=True)
+            raise typer.Exit(STOPPED) from None
 
 
 def _profile(process: Process, interrupts: Interrupts, load: Callable[[], Job], steps: int) -> None:

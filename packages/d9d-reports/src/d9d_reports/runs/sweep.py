@@ -17,6 +17,7 @@ from typing import IO, Literal
 
 from d9d_core.interpreter import python_command
 from d9d_engine.launch.agent import signals_received
+from d9d_engine.run.interrupt import STOPPED
 from d9d_weights.files.atomic import write_json
 
 from d9d_reports.runs.grid import SweepRun
@@ -116,7 +117,7 @@ class Sweep:
         text = one.text()
         if code == 0 and any(line.startswith("finished ") for line in text.splitlines()[-3:]):
             self.endings[name] = "finished"
-        elif interrupted or code == 0:
+        elif interrupted or code in (0, STOPPED):
             self.endings[name] = "interrupted"
         else:
             self.endings[name] = "failed"
