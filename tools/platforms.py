@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,16 @@ class Pins:
         return cls([Requirement(line) for line in exported.splitlines()], wheels)
 
     def pythons(self) -> range:
-        """Minor versions of Python for which torch has wheels."""
-        files = next(files for (name, _), files in self.wheels.items() if name == "torch")
+        """Minor versions of Python for which torch has wheels; the oldest one if torch is not locked."""
+        files = next((files for (name, _), files in self.wheels.items() if name == "torch"), ())
         found = [int(match.group(1)) for file in files if (match := _CPYTHON.search(file))]
-        return range(_OLDEST, max(found) + 1)
+        return range(_OLDEST, max(found, default=_OLDEST) + 1)
+
+    def table(self) -> Iterator[tuple[Platform, int, list[str]]]:
+        """Each platform and minor version of Python, with the packages that have no wheel there."""
+        for platform in PLATFORMS:
+            for minor in self.pythons():
+                yield platform, minor, self.without_wheel(platform, minor)
 
     def without_wheel(self, platform: Platform, minor: int) -> list[str]:
         """Packages that are needed on a platform and Python but have no wheel for it."""
@@ -113,14 +120,11 @@ def _files(package: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Print a line for each platform and Python version."""
-    pins = Pins.of(ROOT)
     sound = True
-    for platform in PLATFORMS:
-        for minor in pins.pythons():
-            missing = pins.without_wheel(platform, minor)
-            sound &= not missing
-            found = f"no wheel: {'; '.join(missing)}" if missing else "wheels only"
-            print(f"{platform.name:16} Python 3.{minor}  {found}")
+    for platform, minor, missing in Pins.of(ROOT).table():
+        sound &= not missing
+        found = f"no wheel: {'; '.join(missing)}" if missing else "wheels only"
+        print(f"{platform.name:16} Python 3.{minor}  {found}")
     return int(not sound)
 
 

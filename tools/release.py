@@ -1,157 +1,225 @@
-"""Builds the wheels and source distributions of a release from copies of the members.
+"""Makes a release: one version of all members, built from a commit, checked, with hashes.
 
-    uv run python tools/release.py OUT       build all members into the directory OUT
-    uv run python tools/release.py --check   exit with 1 if a member lacks licence text, classifiers or keywords
+    uv run python tools/release.py set X.Y.Z        write the version into all members, their pins and the changelog
+    uv run python tools/release.py X.Y.Z OUT        build the release of this commit into the directory OUT
+    uv run python tools/release.py try OUT          install the release in a fresh environment and use it
+    uv run python tools/release.py check            exit with 1 if a member lacks licence text, classifiers or keywords
 
 A package index shows a wheel's README, where links relative to the repository do not work. So a release is built from
-copies in which every such link, and every project address, begins with :data:`REPOSITORY`.
+copies in which every such link, and every project address, begins with the address of the repository. docs/releasing.md
+lists the checks.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
+import argparse
 import subprocess
 import sys
 import tempfile
 import tomllib
+from datetime import UTC, datetime
+from importlib.metadata import version as installed
 from pathlib import Path
-from typing import Any
+
+import lock
+from packaging.version import Version
+from platforms import Pins
+from releasing import archives, hashes, trial
+from releasing.staging import stage
+from releasing.workspace import ReleaseError, lacking, members, parse, problems, set_version
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Public address of the repository, without a trailing slash; empty as long as there is none.
 REPOSITORY = ""
-CLASSIFIERS = [
-    "Development Status :: 3 - Alpha",
-    "Intended Audience :: Developers",
-    "Intended Audience :: Science/Research",
-    "Operating System :: MacOS",
-    "Operating System :: POSIX :: Linux",
-    "Programming Language :: Python :: 3 :: Only",
-    "Topic :: Scientific/Engineering :: Artificial Intelligence",
-    "Typing :: Typed",
-]
-#: Keywords of every member; a member may add others.
-KEYWORDS = ["deep-learning", "distributed-training", "pytorch"]
-
-_LINK = re.compile(r"(\]\()(?![a-z]+:|#|//)([^)\s]+)(\))")
-_FENCE = re.compile(r"(^[ ]*```.*?^[ ]*```[ ]*$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 
 
-class ReleaseError(Exception):
-    """A release cannot be built."""
+def make(root: Path, version: Version, out: Path, repository: str) -> str:
+    """Build the release of the last commit into a directory.
+
+    Nothing is written before all checks have passed.
+
+    Args:
+        root: directory of the repository.
+        version: version of the release.
+        out: directory that receives the files: missing, empty, or with the same release.
+        repository: public address of the repository, without a trailing slash.
+
+    Returns:
+        One line about the result.
+
+    Raises:
+        ReleaseError: a check failed; the message has one line for each problem.
+    """
+    found = commit_problems(root, version)
+    if not repository:
+        found.append(
+            "the repository has no public address, which links and addresses in the packages need: "
+            "set REPOSITORY in tools/release.py, or pass --repository"
+        )
+    found += problems(root, version)
+    _raise_if(found)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as directory:
+        tree, built = Path(directory) / "tree", Path(directory) / "built"
+        snapshot(root, tree)
+        third_party = locked(tree)
+        built.mkdir()
+        build(tree, built, repository, epoch(root))
+        text = hashes.constraints(built, third_party, str(version))
+        (built / f"constraints-{version}.txt").write_text(text, "utf-8")
+        (built / hashes.SUMS).write_text(hashes.sums(built), "utf-8")
+        return place(built, out)
 
 
-def members(root: Path = ROOT) -> list[Path]:
-    """Directories of all members of the workspace."""
-    return sorted(file.parent for house in ("packages", "plugins") for file in root.glob(f"{house}/*/pyproject.toml"))
-
-
-def lacking(member: Path) -> list[str]:
-    """Metadata that a member lacks."""
-    project = tomllib.loads((member / "pyproject.toml").read_text("utf-8"))["project"]
+def commit_problems(root: Path, version: Version) -> list[str]:
+    """Reasons why the last commit is not what would be released under a version."""
     found = []
-    licence = member / "LICENSE"
-    if not licence.is_file() or licence.read_bytes() != (ROOT / "LICENSE").read_bytes():
-        found.append("LICENSE, a symbolic link to the repository's")
-    if project.get("classifiers") != CLASSIFIERS:
-        found.append("the classifiers of tools/release.py")
-    if not set(KEYWORDS) <= set(project.get("keywords", ())):
-        found.append(f"the keywords {', '.join(KEYWORDS)}")
+    # Of uv.lock only the pins matter, and those are compared in the copy.
+    if changed := _git(root, "status", "--porcelain", "--", ":/", ":!uv.lock").splitlines():
+        found.append(
+            f"the working tree has {len(changed)} files that are not committed, such as {changed[0][3:]}: "
+            "commit them or put them away, since a release is built from a commit"
+        )
+    tag, head = f"v{version}", _git(root, "rev-parse", "HEAD")
+    tagged = _git(root, "for-each-ref", "--format=%(objectname) %(*objectname)", f"refs/tags/{tag}").split()
+    if tagged and tagged[-1] != head:
+        found.append(
+            f"the tag {tag} exists and names the commit {tagged[-1][:12]}, not {head[:12]}: "
+            "a version is released once; choose the next one"
+        )
     return found
 
 
-def absolute(text: str, member: Path, repository: str, tag: str) -> str:
-    """Markdown of a member with absolute links to the repository; code is left unchanged.
-
-    Args:
-        text: text of the README.
-        member: directory of the member, below :data:`ROOT`.
-        repository: address of the repository.
-        tag: tag of the release.
-
-    Raises:
-        ReleaseError: a link points outside of the repository.
-    """
-
-    def address(link: re.Match[str]) -> str:
-        path, mark, anchor = link[2].partition("#")
-        target = (member / path).resolve()
-        if not target.is_relative_to(ROOT):
-            raise ReleaseError(f"{member.name}/README.md: the link {link[2]} points outside of the repository")
-        kind = "tree" if target.is_dir() else "blob"
-        place = target.relative_to(ROOT).as_posix()
-        return f"{link[1]}{repository}/{kind}/{tag}/{place}{mark}{anchor}{link[3]}"
-
-    parts = _FENCE.split(text)  # every second one is code
-    # The text of a link may contain code, so code is replaced by placeholders while links are rewritten.
-    codes = parts[1::2]
-    hidden = "".join(part if number % 2 == 0 else f"\0{number // 2}\0" for number, part in enumerate(parts))
-    return re.sub(r"\0(\d+)\0", lambda found: codes[int(found[1])], _LINK.sub(address, hidden))
+def snapshot(root: Path, tree: Path) -> None:
+    """Write the files of the last commit into a new directory."""
+    tree.mkdir()
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=root, capture_output=True, check=True)
+    subprocess.run(["tar", "--extract", "--directory", str(tree)], input=archive.stdout, check=True)
 
 
-def stage(member: Path, directory: Path, repository: str = REPOSITORY) -> Path:
-    """Copy a member in the form of a release: licence text, absolute links, project addresses.
+def epoch(root: Path) -> int:
+    """Time of the last commit, in seconds since 1970."""
+    return int(_git(root, "show", "--no-patch", "--format=%ct", "HEAD"))
 
-    Args:
-        member: directory of the member.
-        directory: receives the copy.
-        repository: address of the repository.
+
+def locked(tree: Path) -> str:
+    """Third-party pins with hashes; every pin has a wheel on every supported platform and Python.
 
     Raises:
-        ReleaseError: the repository has no address.
+        ReleaseError: ``uv.lock`` is not up to date, a package has no wheel, or this environment's build backend is not
+            the locked one.
     """
-    if not repository:
-        raise ReleaseError(
-            "the repository has no public address, which links and addresses in the packages need: "
-            "set REPOSITORY in tools/release.py"
+    committed = lock.pins(lock.strip((tree / lock.LOCK).read_text("utf-8")))
+    third_party = hashes.locked(tree)  # uv fills in addresses and hashes
+    filled = (tree / lock.LOCK).read_text("utf-8")
+    if lock.pins(lock.strip(filled)) != committed:
+        raise ReleaseError(f"{lock.LOCK} is not up to date with the members: run uv lock and commit it")
+    found = [
+        f"{lock.LOCK}: no wheel for {platform.name}, Python 3.{minor}: {name}: exclude it there with a marker, "
+        "or pin another release"
+        for platform, minor, names in Pins.of(tree).table()
+        for name in names
+    ]
+    pins = {package["name"]: package.get("version") for package in tomllib.loads(filled)["package"]}
+    if "hatchling" in pins and pins["hatchling"] != installed("hatchling"):
+        found.append(
+            f"hatchling {installed('hatchling')} is installed, but {pins['hatchling']} is locked, and another backend "
+            "may build other bytes: run uv sync"
         )
-    copy = directory / member.name
-    shutil.copytree(member, copy, ignore=shutil.ignore_patterns("__pycache__", "dist", "tests"))
-    project: dict[str, Any] = tomllib.loads((member / "pyproject.toml").read_text("utf-8"))["project"]
-    readme = copy / "README.md"
-    readme.write_text(absolute(readme.read_text("utf-8"), member, repository, f"v{project['version']}"), "utf-8")
-    place = member.relative_to(ROOT).as_posix()
-    urls = {
-        "Repository": repository,
-        "Documentation": f"{repository}/blob/v{project['version']}/{place}/README.md",
-        "Changelog": f"{repository}/blob/v{project['version']}/CHANGELOG.md",
-        "Issues": f"{repository}/issues",
-    }
-    table = "".join(f'{name} = "{url}"\n' for name, url in urls.items())
-    with (copy / "pyproject.toml").open("a", encoding="utf-8") as file:
-        file.write(f"\n[project.urls]\n{table}")
-    return copy
+    _raise_if(found)
+    return third_party
 
 
-def build(out: Path, repository: str = REPOSITORY) -> None:
-    """Build all members into a directory.
+def build(tree: Path, out: Path, repository: str, seconds: int) -> None:
+    """Build all members of a snapshot into a directory and compare the archives with the sources.
+
+    Args:
+        tree: snapshot of the repository.
+        out: directory that receives wheels and source distributions.
+        repository: public address of the repository.
+        seconds: time for the archives' entries, since 1970.
 
     Raises:
-        ReleaseError: the repository has no address, or a member lacks metadata.
+        ReleaseError: a build failed, or an archive lacks something.
     """
-    problems = [f"{member.name} lacks {text}" for member in members() for text in lacking(member)]
-    if problems:
-        raise ReleaseError("\n".join(problems))
+    found = []
     with tempfile.TemporaryDirectory() as directory:
-        for member in members():
+        for member in members(tree):
             copy = stage(member, Path(directory), repository)
-            subprocess.run(["uv", "build", "--quiet", "--out-dir", str(out.resolve()), str(copy)], check=True)
+            wheel, source = archives.build(copy, out, seconds)
+            found += archives.wheel_problems(wheel, member, repository)
+            found += archives.source_problems(source, copy)
+    (out / ".gitignore").unlink(missing_ok=True)  # uv writes it
+    _raise_if(found)
+
+
+def place(built: Path, out: Path) -> str:
+    """Move a finished release to its directory, all files at once.
+
+    Raises:
+        ReleaseError: the directory has other files, or a build of the same version with other bytes.
+    """
+    if not out.exists() or not any(out.iterdir()):
+        built.replace(out)
+        return f"{out}: {len(list(out.iterdir()))} files"
+    names = {file.name for file in out.iterdir()}
+    if foreign := names - {file.name for file in built.iterdir()}:
+        raise ReleaseError(f"{out} holds other files, such as {min(foreign)}: name an empty or a new directory")
+    differing = [
+        file.name
+        for file in sorted(built.iterdir())
+        if file.name not in names or file.read_bytes() != (out / file.name).read_bytes()
+    ]
+    if differing:
+        raise ReleaseError(
+            f"{out} holds another build of this version: {differing[0]} differs, and {len(differing) - 1} others: "
+            "a version is released once; choose the next version, or remove the directory if it was never published"
+        )
+    return f"{out} holds this release already, with equal bytes"
+
+
+def _git(root: Path, *command: str) -> str:
+    return subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=True).stdout.rstrip()
+
+
+def _raise_if(found: list[str]) -> None:
+    if found:
+        raise ReleaseError("\n".join(found))
 
 
 def main(arguments: list[str]) -> int:
-    """Build a release, or check the members' metadata."""
+    """Run one command; the exit status is 1 if a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    made = commands.add_parser("build", help="the default, if the first argument is a version")
+    made.add_argument("version", metavar="X.Y.Z")
+    made.add_argument("out", type=Path, metavar="OUT")
+    made.add_argument("--repository", default=REPOSITORY, metavar="URL", help="public address of the repository")
+    commands.add_parser("set").add_argument("version", metavar="X.Y.Z")
+    tried = commands.add_parser("try")
+    tried.add_argument("out", type=Path, metavar="OUT")
+    tried.add_argument("--python", default="3.11", metavar="X.Y|PATH")
+    commands.add_parser("check")
+    first = arguments[0] if arguments else ""
+    options = parser.parse_args(
+        arguments if first in commands.choices or first.startswith("-") else ["build", *arguments]
+    )
     try:
-        if arguments == ["--check"]:
-            problems = [f"{member.name} lacks {text}" for member in members() for text in lacking(member)]
-            print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
-            return int(bool(problems))
-        if len(arguments) != 1 or arguments[0].startswith("-"):
-            print(__doc__, file=sys.stderr)
-            return 2
-        build(Path(arguments[0]))
+        if options.command == "build":
+            print(make(ROOT, parse(options.version), options.out.resolve(), options.repository))
+        elif options.command == "set":
+            changed = set_version(ROOT, parse(options.version), datetime.now(UTC).date())
+            subprocess.run(["uv", "lock", "--quiet"], cwd=ROOT, check=True)
+            print(f"{len(changed)} files changed; run uv sync, then commit")
+        elif options.command == "try":
+            trial.use(ROOT, options.out.resolve(), options.python)
+        else:
+            _raise_if([f"{member.name} lacks {text}" for member in members(ROOT) for text in lacking(member)])
     except ReleaseError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"error: {error}\n{error.stderr or ''}", file=sys.stderr)
         return 1
     return 0
 
