@@ -136,15 +136,23 @@ def test_a_member_without_them_is_recognised(tmp_path: Path, workspace: ModuleTy
     assert [text.partition(" ")[0] for text in workspace.lacking(tmp_path)] == ["LICENSE,", "the", "the"]
 
 
-def test_the_members_have_one_version_and_pin_each_other_to_it(workspace: ModuleType) -> None:
-    version = workspace.parse(workspace.project_of(MEMBERS[0])["version"])
-    found = workspace.problems(ROOT, version)
-    assert [problem for problem in found if not problem.startswith("CHANGELOG.md")] == []
+def test_the_members_of_this_repository_fit_each_other(workspace: ModuleType) -> None:
+    assert workspace.own_problems(ROOT) == []
 
 
-def test_the_changelog_has_a_section_for_the_version_of_the_members(workspace: ModuleType) -> None:
-    version = workspace.project_of(MEMBERS[0])["version"]
-    assert re.search(rf"^## {re.escape(version)} ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+def test_members_that_do_not_fit_each_other_are_told_before_a_release(tiny: Repository, workspace: ModuleType) -> None:
+    assert workspace.own_problems(tiny.root) == []
+    tiny.file("CHANGELOG.md", lambda text: text.replace("(2026-01-01)", "(not released yet)"))
+    assert workspace.own_problems(tiny.root) == []
+    tiny.file(
+        "plugins/d9d-two/pyproject.toml", lambda text: text.replace('"0.1.0"', '"0.2.0"').replace(">=0.1", ">=0.2")
+    )
+    tiny.file("CHANGELOG.md", lambda text: text.replace("0.1.0", "0.0.1"))
+    assert [line.partition(":")[0] for line in workspace.own_problems(tiny.root)] == [
+        "CHANGELOG.md",
+        "1 of 2 members have the version 0.2.0 instead of 0.1.0, such as d9d-two",
+        "plugins/d9d-two/pyproject.toml",
+    ]
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
@@ -205,6 +213,22 @@ def test_two_builds_of_a_commit_have_equal_bytes(tiny: Repository, tmp_path: Pat
         assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name
 
 
+def test_an_altered_wheel_is_not_installed_with_the_constraints(tiny: Repository, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tiny.make(out)
+    command = ["uv", "pip", "install", "--python", sys.executable, "--no-cache", "--no-index", "--find-links", str(out)]
+    command += ["--constraint", str(out / "constraints-0.1.0.txt"), "--target", str(tmp_path / "target"), "d9d-two"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "target" / "d9d_one" / "data.json").is_file()
+    shutil.rmtree(tmp_path / "target")
+    with zipfile.ZipFile(out / "d9d_one-0.1.0-py3-none-any.whl", "a") as wheel:
+        wheel.writestr("d9d_one/more.py", "")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "Hash mismatch for `d9d-one==0.1.0`" in done.stderr
+
+
 def test_the_same_release_is_accepted_twice_and_another_build_of_its_version_is_not(
     tiny: Repository, tmp_path: Path, workspace: ModuleType
 ) -> None:
@@ -219,6 +243,8 @@ def test_the_same_release_is_accepted_twice_and_another_build_of_its_version_is_
     (out / "notes.txt").write_text("Mine.")
     with pytest.raises(workspace.ReleaseError, match=r"holds other files, such as notes\.txt"):
         tiny.make(out)
+    with pytest.raises(workspace.ReleaseError, match=r"notes\.txt is a file: name an empty or a new directory"):
+        tiny.make(out / "notes.txt")
     (out / "notes.txt").unlink()
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 

@@ -3,7 +3,7 @@
     uv run python tools/release.py set X.Y.Z        write the version into all members, their pins and the changelog
     uv run python tools/release.py X.Y.Z OUT        build the release of this commit into the directory OUT
     uv run python tools/release.py try OUT          install the release in a fresh environment and use it
-    uv run python tools/release.py check            exit with 1 if a member lacks licence text, classifiers or keywords
+    uv run python tools/release.py check            check versions, pins and metadata of the members, as CI does
 
 A package index shows a wheel's README, where links relative to the repository do not work. So a release is built from
 copies in which every such link, and every project address, begins with the address of the repository. docs/releasing.md
@@ -26,7 +26,7 @@ from packaging.version import Version
 from platforms import Pins
 from releasing import archives, hashes, trial
 from releasing.staging import stage
-from releasing.workspace import ReleaseError, lacking, members, parse, problems, set_version
+from releasing.workspace import ReleaseError, members, own_problems, parse, problems, set_version
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Public address of the repository, without a trailing slash; empty as long as there is none.
@@ -51,6 +51,8 @@ def make(root: Path, version: Version, out: Path, repository: str) -> str:
         ReleaseError: a check failed; the message has one line for each problem.
     """
     found = commit_problems(root, version)
+    if out.exists() and not out.is_dir():
+        found.append(f"{out} is a file: name an empty or a new directory")
     if not repository:
         found.append(
             "the repository has no public address, which links and addresses in the packages need: "
@@ -209,12 +211,13 @@ def main(arguments: list[str]) -> int:
             print(make(ROOT, parse(options.version), options.out.resolve(), options.repository))
         elif options.command == "set":
             changed = set_version(ROOT, parse(options.version), datetime.now(UTC).date())
+            print(f"{len(changed)} files changed; uv lock writes the versions into {lock.LOCK}")
             subprocess.run(["uv", "lock", "--quiet"], cwd=ROOT, check=True)
-            print(f"{len(changed)} files changed; run uv sync, then commit")
+            print("run uv sync and the tests, then commit")
         elif options.command == "try":
             trial.use(ROOT, options.out.resolve(), options.python)
         else:
-            _raise_if([f"{member.name} lacks {text}" for member in members(ROOT) for text in lacking(member)])
+            _raise_if(own_problems(ROOT))
     except ReleaseError as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -106,6 +107,13 @@ def problems(root: Path, version: Version) -> list[str]:
         needed = {requirement.name for requirement in requirements(project)} & names
         found += [f"{place}: {name} has no pin: write {name}>={version}" for name in sorted(needed - pinned)]
     return found
+
+
+def own_problems(root: Path) -> list[str]:
+    """Problems of the members under the version of most of them; the changelog may say that it is not released yet."""
+    versions = Counter(project_of(member)["version"] for member in members(root))
+    version = Version(versions.most_common(1)[0][0])
+    return [problem for problem in problems(root, version) if _UNRELEASED not in problem]
 
 
 def fits(specifier: SpecifierSet, version: Version) -> bool:
