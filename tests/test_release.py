@@ -469,6 +469,8 @@ def test_the_trial_refuses_files_that_differ_from_their_hashes(
         file.write("# more\n")
     with pytest.raises(workspace.ReleaseError, match="the files are not those of SHA256SUMS"):
         sys.modules["releasing.trial"].use(ROOT, tmp_path / "out", "3.11")
+    with pytest.raises(workspace.ReleaseError, match="the files are not those of SHA256SUMS"):
+        sys.modules["releasing.trial"].use(ROOT, tmp_path, "3.11")
 
 
 def test_the_command_reports_each_problem_and_exits_with_1(

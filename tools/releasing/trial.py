@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -17,8 +16,6 @@ PACKAGES = ("d9d-core", "d9d-moe", "d9d-all")
 #: Variables of the caller's environment that would let parts of the repository into the trial.
 LEAKS = {"VIRTUAL_ENV", "UV_PYTHON", "UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "D9D_PLUGINS"}
 
-_CONSTRAINTS = re.compile(r"constraints-(.+)\.txt")
-
 
 def use(root: Path, out: Path, python: str) -> None:
     """Install a release and a third-party plugin, and train with both.
@@ -31,9 +28,9 @@ def use(root: Path, out: Path, python: str) -> None:
     Raises:
         ReleaseError: files differ from ``SHA256SUMS``, or a command failed.
     """
-    if not (out / SUMS).is_file() or (out / SUMS).read_text("utf-8") != sums(out):
+    constraints = next(out.glob("constraints-*.txt"), None)
+    if constraints is None or not (out / SUMS).is_file() or (out / SUMS).read_text("utf-8") != sums(out):
         raise ReleaseError(f"{out}: the files are not those of {SUMS}: build the release again")
-    constraints = next(file for file in out.iterdir() if _CONSTRAINTS.fullmatch(file.name))
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         venv, plugin, empty = folder / "venv", folder / "plugin", folder / "empty"
