@@ -22,15 +22,15 @@ from typing import Any
 
 import grimp
 import pytest
+from d9d_core.registry.api import Api, Use, imported_modules, references
 from d9d_testing.suites.fresh import import_fresh
-from d9d_testing.suites.support.imports import declared, imported_modules, references, undeclared
 
 ROOT = Path(__file__).parents[1]
 
 #: Rooms of the foundation, lowest layer first. A module imports lower layers and its own; neighbours on one line too.
 LAYERS = {
     "d9d_core": (
-        {"errors", "interpreter", "trees", "types", "untrusted", "words"},
+        {"deprecation", "errors", "interpreter", "trees", "types", "untrusted", "words"},
         {"config", "containment", "deferral", "health", "kernel", "metric", "peft", "schedule", "tensors"},
         {"accumulators", "cost", "data", "forward", "model", "plugin", "subscriber", "terminal", "tracker", "traits"},
         {"grid", "registry"},
@@ -98,7 +98,8 @@ TEST_TOOLS = {
     *FOUNDATION,
 }
 #: Declared module -> its names, as tools/public_surface.py writes them down; tests/test_public_surface.py compares.
-DECLARED = declared().names
+API = Api.shipped()
+DECLARED = API.names
 #: Declared modules of core that compute with tensors; all others load without torch.
 WITH_TENSORS = {"d9d_core.accumulators", "d9d_core.deferral", "d9d_core.tensors"}
 #: Declared although no source file imports it: distribution -> why.
@@ -234,11 +235,11 @@ def test_packages_use_each_other_by_the_names_of_their_declared_modules(house: s
             source = path.read_text("utf-8")
             own = path.relative_to(ROOT).parts[1].replace("-", "_")
             uses = [*imported_modules(source), *references(source)]
-            found[str(path.relative_to(ROOT))] = undeclared(uses, declared().exempt(own), suites=house == "d9d-testing")
+            found[str(path.relative_to(ROOT))] = API.undeclared(uses, API.exempt(own), suites=house == "d9d-testing")
     assert {path: uses for path, uses in found.items() if uses} == {}
 
 
-def imports_in_text(text: str) -> Iterator[tuple[str, str]]:
+def imports_in_text(text: str) -> Iterator[Use]:
     """Imports in a text that need not be Python otherwise, as a template is not."""
     statement = r"^[ ]*((?:from [\w.]+ import (?:\([^)]*\)|[^\n(]+)|import [\w., ]+))(?:[ ]+#.*)?$"
     for found in re.findall(statement, text, re.MULTILINE):
@@ -250,7 +251,7 @@ def test_templates_show_declared_modules_only() -> None:
     for path in sorted((ROOT / "packages/d9d-testing/src/d9d_testing/scaffold/templates").rglob("*.tmpl")):
         text = re.sub(r"\$\{\w+\}", "FILLED_IN", path.read_text("utf-8"))
         uses = [*imports_in_text(text), *references(text)]
-        found[path.name] = undeclared((module, name) for module, name in uses if "FILLED_IN" not in name)
+        found[path.name] = API.undeclared(use for use in uses if "FILLED_IN" not in use.name)
     assert len(found) > 1
     assert {path: uses for path, uses in found.items() if uses} == {}
 
@@ -265,7 +266,7 @@ def test_documents_show_declared_modules_only() -> None:
                 r"^[ ]*```py(?:thon)?\n(.*?)^[ ]*```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE
             )
             uses = [use for fence in fences for use in (*imports_in_text(fence), *references(fence))]
-            found[str(path.relative_to(ROOT))] = undeclared(use for use in uses if use not in entry_points)
+            found[str(path.relative_to(ROOT))] = API.undeclared(use for use in uses if use[:2] not in entry_points)
     assert {path: uses for path, uses in found.items() if uses} == {}
 
 
@@ -291,12 +292,12 @@ def test_configs_of_a_plugin_are_declared(member: Member) -> None:
     ],
 )
 def test_undeclared_imports_are_recognised(source: str) -> None:
-    assert undeclared(imported_modules(source), {"d9d_qwen3"}) != []
+    assert API.undeclared(imported_modules(source), {"d9d_qwen3"}) != []
 
 
 def test_own_modules_and_declared_names_are_not_undeclared() -> None:
     source = "from d9d_nn.swiglu import SwiGLU\nimport torch\nfrom d9d_qwen3.block import anything"
-    assert undeclared(imported_modules(source), {"d9d_qwen3"}) == []
+    assert API.undeclared(imported_modules(source), {"d9d_qwen3"}) == []
 
 
 @pytest.mark.thorough

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from d9d_core.registry.api import Api
 from d9d_core.registry.registry import Registry
 from d9d_engine.job import Job
-from d9d_testing.suites.support.imports import declared
 
 from tests.documents import PAGES, ROOT, Block, blocks_of, completed, exists, load
 
 pytestmark = pytest.mark.usefixtures("_hello_and_nothing_that_stays")
 WEIGHTS = ROOT / "packages/d9d-weights/README.md"
 #: Modules of the foundation that other code may import; suites are declared as a whole package.
-DECLARED = set(declared().names)
+DECLARED = set(Api.shipped().names)
 BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text())]
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from d9d_testing.suites.support.imports import declared
+from d9d_core.registry.api import Api
 
 from tests.browser import chromium, find_chromium
 
@@ -32,7 +32,7 @@ PARTS = (
 #: Declared module of the foundation -> its names.
 DECLARED = {
     module: names
-    for module, names in declared().names.items()
+    for module, names in Api.shipped().names.items()
     if module.startswith(("d9d_core.", "d9d_weights.", "d9d_engine."))
 }
 

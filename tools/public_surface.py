@@ -1,10 +1,11 @@
-"""Records the public surface, so that reviews show its changes.
+"""Records the public surface, and refuses changes that break plugins (docs/api-policy.md).
 
-    uv run python tools/public_surface.py           write tests/public_surface.json and the list of declared modules
-    uv run python tools/public_surface.py --check   exit with 1 if one of them is out of date
+    uv run python tools/public_surface.py                write tests/public_surface.json and api.json of d9d-core
+    uv run python tools/public_surface.py --check        exit with 1 if one of them is out of date
+    uv run python tools/public_surface.py --unreleased   also write breaking changes, before the API's first release
 
-The surface covers hooks and record fields, protocols, traits, events, the job file's fields, and the command line. The
-names of the declared modules are in d9d-testing's package, because its conformance suite of plugins reads them.
+The surface covers hooks, traits, the shape of each public name, the job file's fields, and the command line. ``d9d
+plugins check`` reads the declared modules with their names from ``api.json``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,24 @@ import inspect
 import json
 import re
 import sys
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from api_changes import incompatible, shape  # a module in this directory
+from d9d_core.deprecation import Deprecated, DeprecatedNames
+from d9d_core.registry.hooks import API_RELEASES, NEWEST_API
+
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "public_surface.json"
-NAMES = ROOT / "packages" / "d9d-testing" / "src" / "d9d_testing" / "suites" / "support" / "declared.json"
+NAMES = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "registry" / "api.json"
+#: Advice about breaking changes.
+BROKEN = (
+    "These changes break plugins of a supported API. Keep the old names and parameters, or keep them as deprecated "
+    "names (d9d_core.deprecation), or raise the API in d9d_core/registry/hooks.py; docs/api-policy.md says when to do "
+    "which. As long as the API is not released: uv run python tools/public_surface.py --unreleased"
+)
 #: Packages in which modules with ``__all__`` are declared.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
 #: Tools around the loop, which may import the modules of the foundation.
@@ -33,6 +46,8 @@ FOR_SUITES = (
     "d9d_core.job_file.document",
     "d9d_core.job_file.inner",
     "d9d_core.job_file.resolve",
+    "d9d_core.registry.api",
+    "d9d_core.registry.api_check",
     "d9d_core.registry.capabilities",
     "d9d_core.registry.installed",
     "d9d_core.registry.known",
@@ -125,37 +140,84 @@ DECLARED = (
 
 def surface() -> dict[str, Any]:
     """All names and fields that users and plugin authors may rely on."""
-    from d9d_core.events import CATALOGUE
-    from d9d_core.registry.hooks import API_VERSION, KINDS
+    from d9d_core.registry.hooks import KINDS, OLDEST_API
     from d9d_core.traits import TRAITS
 
     return {
-        "plugin_api": API_VERSION,
-        "hooks": {kind.hook: _fields(kind.record) for kind in KINDS},
-        "protocols": {name: _members(value) for name, value in sorted(_contracts().items())},
+        "plugin APIs": [OLDEST_API, NEWEST_API],
+        "hooks": {kind.hook: kind.record.__name__ for kind in KINDS},
         "traits": {token: trait.__name__ for token, trait in TRAITS.items()},
-        "events": {event.__name__: _fields(event) for event in CATALOGUE},
+        "names": {module: _shapes(module) for module in DECLARED if module not in FOR_SUITES},
         "job file": _sections(),
         "command line": _commands(),
     }
 
 
 def declarations() -> dict[str, Any]:
-    """Packages and declared modules, for :mod:`d9d_testing.suites.support.imports`."""
+    """Packages, declared modules and deprecated names, for :mod:`d9d_core.registry.api`."""
     members = [path.parent.name for house in ("packages", "plugins") for path in ROOT.glob(f"{house}/*/pyproject.toml")]
+    before = json.loads(NAMES.read_text("utf-8"))["names"]
     return {
         "packages": sorted(member.replace("-", "_") for member in members if member != "d9d-all"),
         "foundation": sorted(FOUNDATION),
         "outer": sorted(OUTER),
         "for_suites": sorted(FOR_SUITES),
-        "names": {module: _names(module) for module in DECLARED},
+        "names": {module: _by_release(_names(module), before.get(module, {})) for module in DECLARED},
+        "deprecated": {
+            module: {name: dataclasses.asdict(facts) for name, facts in old.items()}
+            for module in DECLARED
+            if (old := _deprecated(module))
+        },
     }
 
 
-def _contracts() -> dict[str, type]:
-    """Protocols and dataclasses that plugins implement or receive: name -> class."""
-    modules = [importlib.import_module(name) for name in declared_in("d9d_core")]
-    return {name: getattr(module, name) for module in modules for name in module.__all__ if _is_contract(module, name)}
+def breaking(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Sentences about changes between two surfaces that break plugins of an API that both support.
+
+    A newer API may change parameters and members, because d9d can tell plugins by ``D9D_API``; names are gone only with
+    the oldest API.
+    """
+    (oldest, newest), (new_oldest, new_newest) = before["plugin APIs"], after["plugin APIs"]
+    if oldest != new_oldest:
+        return []
+    fixed = {kind: before[kind] for kind in ("hooks", "traits")}
+    changed = [
+        f"{kind[:-1]} {name} was {value} and is {after[kind].get(name, 'gone')}"
+        for kind, values in fixed.items()
+        for name, value in values.items()
+        if after[kind].get(name) != value
+    ]
+    problems = [*changed, *incompatible(before["names"], after["names"])]
+    return [text for text in problems if newest == new_newest or text.endswith("is gone")]
+
+
+def is_unreleased(changelog: str, release: str) -> bool:
+    """Whether a changelog says that a release such as ``0.1`` does not exist yet."""
+    return bool(re.search(rf"^## {re.escape(release)}\.0 \(not released yet\)$", changelog, re.MULTILINE))
+
+
+def _by_release(names: list[str], before: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """First release -> names; names that are new come with the current release."""
+    version = tomllib.loads((ROOT / "packages/d9d-core/pyproject.toml").read_text("utf-8"))["project"]["version"]
+    current = ".".join(version.split(".")[:2])
+    since = {name: release for release, old in before.items() for name in old}
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        grouped.setdefault(since.get(name, current), []).append(name)
+    return grouped
+
+
+def _deprecated(module: str) -> dict[str, Deprecated]:
+    serves = vars(importlib.import_module(module)).get("__getattr__")
+    return serves.names if isinstance(serves, DeprecatedNames) else {}
+
+
+def _shapes(module: str) -> dict[str, str]:
+    loaded, old = importlib.import_module(module), _deprecated(module)
+    targets = {name: facts.target.partition(":") for name, facts in old.items()}
+    values = {name: getattr(loaded, name) for name in _names(module)}
+    values |= {name: getattr(importlib.import_module(home), end) for name, (home, _, end) in targets.items()}
+    return {name: shape(value) for name, value in values.items()}
 
 
 def _names(module: str) -> list[str]:
@@ -172,25 +234,6 @@ def _names(module: str) -> list[str]:
             names += [target.id for target in targets if isinstance(target, ast.Name)]
     public = {name for name in names if not name.startswith("_")}
     return sorted(name for name in public if not isinstance(getattr(loaded, name, None), TypeVar))
-
-
-def _is_contract(module: Any, name: str) -> bool:
-    value = getattr(module, name)
-    return inspect.isclass(value) and (getattr(value, "_is_protocol", False) or dataclasses.is_dataclass(value))
-
-
-def _fields(record: type) -> list[str]:
-    required = (dataclasses.MISSING, dataclasses.MISSING)
-    return [f.name + ("" if (f.default, f.default_factory) == required else "=") for f in dataclasses.fields(record)]
-
-
-def _members(contract: type) -> list[str]:
-    members = {key: member for key, member in vars(contract).items() if not key.startswith("_")}
-    return sorted(f"{key}{_signature(member)}" for key, member in members.items() if not isinstance(member, str))
-
-
-def _signature(member: Any) -> str:
-    return f"({', '.join(inspect.signature(member).parameters)})" if inspect.isfunction(member) else ""
 
 
 def _sections() -> dict[str, Any]:
@@ -219,10 +262,15 @@ def _commands() -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Write the files, or check them."""
-    texts = {
-        file: json.dumps(values, indent=1, sort_keys=True) + "\n"
-        for file, values in ((FILE, surface()), (NAMES, declarations()))
-    }
+    recorded, now = json.loads(FILE.read_text("utf-8")), surface()
+    release = API_RELEASES[NEWEST_API]
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    may_break = arguments == ["--unreleased"] and is_unreleased(changelog, release)
+    if (problems := breaking(recorded, now)) and not may_break:
+        print(*problems, BROKEN, sep="\n", file=sys.stderr)
+        return 1
+    files = {FILE: now, NAMES: declarations()}
+    texts = {file: json.dumps(values, indent=1, sort_keys=True) + "\n" for file, values in files.items()}
     if arguments == ["--check"]:
         if all(file.read_text("utf-8") == text for file, text in texts.items()):
             return 0

@@ -15,9 +15,8 @@ from d9d_core.plugin import (
     ViewSpec,
     hookimpl,
 )
-from d9d_core.registry.hooks import API_VERSION
 
-D9D_API = API_VERSION
+D9D_API = 2
 #: Without torch (such as in a CI that only checks job files), records that require this are refused with a hint how to
 #: install it.
 TORCH = frozenset({"import:torch"})

@@ -169,9 +169,15 @@ def plugins_check(
     as_json: AsJson = False,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
+    strict_plugins: Annotated[
+        bool, typer.Option("--strict-plugins", help="The use of a deprecated name is a problem, too.")
+    ] = False,
 ) -> None:
-    """Load every reference of plugins and report broken references. Exit status 1 if there is any problem."""
+    """Load every reference of plugins, and report broken references, private names and deprecated names.
+
+    Exit status 1 if there is any problem; the use of a deprecated name is a problem only with --strict-plugins.
+    """
     from d9d_core.cli.plugins import check_plugins
 
-    if not check_plugins(discover_plugins(plugin, no_plugins), name, as_json, _own_commands()):
+    if not check_plugins(discover_plugins(plugin, no_plugins), name, as_json, _own_commands(), strict_plugins):
         raise typer.Exit(1)

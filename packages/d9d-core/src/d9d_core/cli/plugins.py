@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from rich.console import Console
@@ -16,10 +17,13 @@ from rich.text import Text
 
 from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.health import nothing_installed
+from d9d_core.deprecation import DeprecatedNameWarning
 from d9d_core.errors import PluginError
 from d9d_core.job_file.fields import fields_of
 from d9d_core.job_file.lookup import config_schema, load_config
 from d9d_core.plugin import CapabilitySpec, ConfiguredSpec, Ref, Spec
+from d9d_core.registry.api import Api
+from d9d_core.registry.api_check import api_findings
 from d9d_core.registry.collect import RefusedError, contained
 from d9d_core.registry.entries import Entry, shown
 from d9d_core.registry.hooks import KINDS
@@ -80,7 +84,14 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
         _print_detail(console, entry)
 
 
-def check_plugins(registry: Registry, name: str | None, as_json: bool, own_commands: Collection[str] = ()) -> bool:
+def check_plugins(
+    registry: Registry,
+    name: str | None,
+    as_json: bool,
+    own_commands: Collection[str] = (),
+    strict: bool = False,
+    api: Api | None = None,
+) -> bool:
     """Load every reference of plugins' records and print the problems. Returns false if there is any.
 
     Args:
@@ -88,6 +99,8 @@ def check_plugins(registry: Registry, name: str | None, as_json: bool, own_comma
         name: plugin to check; all by default.
         as_json: print JSON.
         own_commands: names of d9d-core's sub-commands, which hide plugins' sub-commands of the same name.
+        strict: whether the use of a deprecated name is a problem, not only a line.
+        api: public API with which imports are compared; by default of this d9d-core.
 
     Raises:
         PluginError: no plugin has this name.
@@ -107,22 +120,49 @@ def check_plugins(registry: Registry, name: str | None, as_json: bool, own_comma
     ]
     entries = [entry for entry in registry.entries() if entry.origin.distribution in chosen]
     absent: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        findings += [{"plugin": str(entry.origin), "problem": text} for text in _broken_references(entry, absent)]
+    with _old_names() as warned:
+        for entry in entries:
+            findings += [{"plugin": str(entry.origin), "problem": text} for text in _broken_references(entry, absent)]
     for module, needing in sorted(absent.items()):
         references = f"{len(needing)} reference{' needs' if len(needing) == 1 else 's need'}"
         text = f"{references} the module {module}, which is not installed; install it with: pip install {module}"
         findings.append({"plugin": ", ".join(sorted({str(entry.origin) for entry in needing})), "problem": text})
     clashes = registry.conflicts(chosen) + shadowed_commands(registry, own_commands, chosen)
     findings += [{"plugin": name or "several plugins", "problem": text} for text in clashes]
+    found = list(api_findings(registry, chosen, api))
+    findings += [{"plugin": str(each.origin), "problem": each.text} for each in found if not each.deprecated]
+    old = [{"plugin": str(each.origin), "problem": each.text} for each in found if each.deprecated]
+    said = [finding["problem"].partition(" ")[2] for finding in old]
+    old += [{"plugin": each.user, "problem": each.text} for each in warned if each.text not in said]
+    if strict:
+        findings, old = findings + old, []
     if as_json:
-        print(json.dumps({"records": len(entries), "problems": findings}, indent=1))  # noqa: T201
+        print(json.dumps({"records": len(entries), "problems": findings, "deprecations": old}, indent=1))  # noqa: T201
     else:
         console = console_for()
-        for finding in findings:
-            console.print(Text.assemble(("no", "red"), f"  {finding['plugin']}: {finding['problem']}"))
+        for mark, lines in ((("no", "red"), findings), (("--", "yellow"), old)):
+            for finding in lines:
+                console.print(Text.assemble(mark, f"  {finding['plugin']}: {finding['problem']}"))
         console.print(f"{len(entries)} records checked, {len(findings)} problems")
     return not findings
+
+
+@contextmanager
+def _old_names() -> Iterator[list[DeprecatedNameWarning]]:
+    """Collect the warnings about deprecated names inside the block, and show other warnings as usual."""
+    found: list[DeprecatedNameWarning] = []
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def collect(message: Warning | str, *place: Any) -> None:
+            if isinstance(message, DeprecatedNameWarning):
+                found.append(message)
+            else:
+                show(message, *place)
+
+        warnings.filterwarnings("always", category=DeprecatedNameWarning)
+        warnings.showwarning = collect  # type: ignore[assignment]
+        yield found
 
 
 def _broken_references(entry: Entry, absent: defaultdict[str, list[Entry]]) -> Iterator[str]:

@@ -54,6 +54,7 @@ class Collector:
         try:
             with contained(str(origin)):
                 plugin = self._import(load)
+                api = self._check_api(plugin, origin)
                 entries = self._collect(plugin, origin)
         except RefusedError as refusal:
             problem = Problem(origin, str(refusal), refusal.__cause__)
@@ -61,7 +62,7 @@ class Collector:
                 raise plugin_error(str(problem), problem.error) from problem.error
             self.refuse(problem)
             return
-        origin = replace(origin, seconds=time.perf_counter() - start)
+        origin = replace(origin, seconds=time.perf_counter() - start, api=api)
         self.plugins.append(origin)
         self.entries.extend(replace(entry, origin=origin) for entry in entries)
         heavy = [name for name in _HEAVY if name in sys.modules and name not in before]
@@ -79,7 +80,6 @@ class Collector:
             raise RefusedError(f"failed to import: {shown(error)}{import_advice(error)}") from error
 
     def _collect(self, plugin: object, origin: Origin) -> list[Entry]:
-        self._check_api(plugin, origin)
         # Removed while in use: a manager in which a plugin failed may still hold the plugin, so it is dropped.
         manager = self._managers.pop() if self._managers else _manager()
         _check_hook_names(plugin)
@@ -99,20 +99,24 @@ class Collector:
         self._managers.append(manager)
         return entries
 
-    def _check_api(self, plugin: object, origin: Origin) -> None:
+    def _check_api(self, plugin: object, origin: Origin) -> int:
+        """Plugin API that the plugin states; 0 for a single file that states none."""
         written_for = getattr(plugin, "D9D_API", None)
-        offered = hooks.API_VERSION
-        if (type(written_for) is int and written_for == offered) or (written_for is None and not origin.version):
-            return
+        oldest, newest = hooks.OLDEST_API, hooks.NEWEST_API
+        if type(written_for) is int and oldest <= written_for <= newest:
+            return written_for
+        if written_for is None and not origin.version:
+            return 0
         if written_for is None:
-            raise RefusedError(f"does not state its plugin API; write D9D_API = {offered} in {origin.module}")
+            raise RefusedError(f"does not state its plugin API; write D9D_API = {newest} in {origin.module}")
         if type(written_for) is not int:
-            raise RefusedError(f"states D9D_API = {shown(written_for)}, not a number; write D9D_API = {offered}")
-        text = f"was written for plugin API {written_for}, this d9d-core offers API {offered}; "
-        if written_for > offered:
+            raise RefusedError(f"states D9D_API = {shown(written_for)}, not a number; write D9D_API = {newest}")
+        offered = f"API {newest}" if oldest == newest else f"APIs {oldest} to {newest}"
+        text = f"was written for plugin API {written_for}, this d9d-core offers {offered}; "
+        if written_for > newest:
             raise RefusedError(text + "install a newer d9d-core")
         if not origin.version:
-            raise RefusedError(f"{text}correct its imports and write D9D_API = {offered}")
+            raise RefusedError(f"{text}correct its imports and write D9D_API = {newest}")
         minimum = self.known.versions.get(origin.distribution)
         release = f"{origin.distribution}>={minimum}" if minimum else f"a newer {origin.distribution}"
         raise RefusedError(f"{text}install {release}")

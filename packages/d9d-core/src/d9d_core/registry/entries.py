@@ -27,6 +27,7 @@ class Origin:
         editable: whether the distribution is installed in editable mode, so that its version does not pin the code.
         digest: sha256 of a single-file plugin, else empty.
         seconds: time that importing the declarations took.
+        api: plugin API that the module states; 0 if it is a single file that states none.
     """
 
     distribution: str
@@ -35,6 +36,7 @@ class Origin:
     editable: bool = False
     digest: str = ""
     seconds: float = field(default=0.0, compare=False)
+    api: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}".rstrip()

@@ -5,8 +5,9 @@ pluggy only collects these declarations, once, at start-up; it is not used in tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -36,12 +37,17 @@ if TYPE_CHECKING:
         WriterSpec,
     )
 
-__all__ = ["API_VERSION", "KINDS", "Kind"]
+__all__ = ["API_RELEASES", "KINDS", "NEWEST_API", "OLDEST_API", "Kind"]
 
 #: pluggy's project name, and the entry-point group.
 PROJECT = "d9d"
-#: Version of the plugin interface; a plugin module states the version it was written for as ``D9D_API``.
-API_VERSION = 2
+#: Plugin API -> first release with it, for the APIs that this release supports (docs/api-policy.md). A plugin module
+#: states the API that it was written for as ``D9D_API``.
+API_RELEASES: Mapping[int, str] = MappingProxyType({2: "0.1"})
+#: A plugin loads if it states this API or a newer one,
+OLDEST_API = min(API_RELEASES)
+#: and this API or an older one.
+NEWEST_API = max(API_RELEASES)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 

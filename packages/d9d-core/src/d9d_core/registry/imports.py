@@ -6,7 +6,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from d9d_core.registry.hooks import API_VERSION
+from d9d_core.registry.hooks import NEWEST_API
 
 _PACKAGES = ("d9d_core", "d9d_weights", "d9d_engine")
 _NAME = re.compile(r"cannot import name '(\w+)'")
@@ -21,9 +21,9 @@ def import_advice(error: BaseException) -> str:
         return ""
     name = _NAME.search(str(error))
     if name is None:
-        return f"; plugin API {API_VERSION} has no module {error.name}: import names from the modules that define them"
+        return f"; plugin API {NEWEST_API} has no module {error.name}: import names from the modules that define them"
     homes = [f"{module}.{name[1]}" for module in _modules_with(name[1])]
-    return f"; plugin API {API_VERSION} has {' and '.join(homes) or f'no name {name[1]}'}"
+    return f"; plugin API {NEWEST_API} has {' and '.join(homes) or f'no name {name[1]}'}"
 
 
 def _modules_with(name: str) -> list[str]:

@@ -57,6 +57,11 @@ def _enforce(policy: PluginPolicy, registry: Registry) -> None:
             f"is not loaded: {reason}" if reason else f"is not installed; install it with: pip install {distribution}"
         )
         raise PluginError(f"plugins.require: {distribution} {hint}")
+    if not policy.strict:
+        return
+    from d9d_core.registry.api_check import api_findings  # reads the sources of all plugins
+
     texts = [str(problem) for problem in registry.problems] + registry.conflicts()
-    if policy.strict and texts:
+    texts += [str(finding) for finding in api_findings(registry)]
+    if texts:
         raise PluginError("--strict-plugins: " + "; ".join(texts))

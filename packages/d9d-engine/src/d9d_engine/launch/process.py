@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from d9d_core.deprecation import DeprecatedNameWarning
 from d9d_core.untrusted import visible
 
 import d9d_engine
@@ -73,6 +74,8 @@ class Process:
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         """Print a warning with the rank; replaces ``warnings.showwarning``."""
+        if issubclass(category, DeprecatedNameWarning):  # rank 0 has the same plugins
+            return
         text = warnings.formatwarning(message, category, filename, lineno, "")
         print(visible(f"{self._name}: {text}"), end="", file=sys.stderr, flush=True)  # noqa: T201
 

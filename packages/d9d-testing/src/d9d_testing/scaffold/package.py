@@ -11,13 +11,13 @@ from pathlib import Path
 from string import Template
 
 from d9d_core.errors import PluginError
-from d9d_core.registry.hooks import API_VERSION
 from d9d_core.registry.hooks import KINDS as HOOKS
+from d9d_core.registry.hooks import NEWEST_API
 from d9d_core.registry.known import KnownPlugins
 
 from d9d_testing.scaffold.kinds import BASE_JOB, BASE_PACKAGES, KINDS, Kind
 
-_VERSIONS = ">=0.1,<0.2"
+_VERSIONS = ">=0.1"
 
 
 def plugin_files(name: str, kind: str) -> dict[str, str]:
@@ -104,7 +104,7 @@ def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
         "hook": spec.hook,
         "Spec": spec.spec,
         "imports": ", ".join(sorted(["Ref", spec.spec])),
-        "api": str(API_VERSION),
+        "api": str(NEWEST_API),
         "record": "\n".join(f"        {line}," for line in record),
         "section": _filled(spec.section, names),
         "dependencies": "\n".join(f'    "{line}",' for line in sorted(needs)),

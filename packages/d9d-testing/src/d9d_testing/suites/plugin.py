@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import pytest
 from d9d_core.plugin import CapabilitySpec, ConfiguredSpec, ModelSpec, Spec
+from d9d_core.registry.api import Api, imported_modules, references
+from d9d_core.registry.api_check import sources_of
 from d9d_core.registry.capabilities import MESH_AXES, MODEL_TRAITS
 from d9d_core.registry.entries import Entry
-from d9d_core.registry.hooks import API_VERSION, KINDS
+from d9d_core.registry.hooks import KINDS, NEWEST_API, OLDEST_API
 from d9d_core.registry.registry import Registry
 
 from d9d_testing.suites.fresh import import_fresh
-from d9d_testing.suites.support.imports import declared, imported_modules, references, undeclared
 
 _SUMMARY_LENGTH = 100
 _CORE_NAMESPACES = frozenset({"mesh", "model", "strategy", "device", "import"})
@@ -54,9 +53,11 @@ class PluginSuite:
         assert not facts.heavy, f"{self.plugin} imports {', '.join(facts.heavy)}; refer to heavy code with Ref"
 
     def test_declares_its_plugin_api(self) -> None:
-        """``D9D_API`` equals the version of the installed d9d-core."""
+        """``D9D_API`` is a plugin API of the installed d9d-core."""
         stated = getattr(self._module(), "D9D_API", None)
-        assert stated == API_VERSION, f"{self.plugin}: D9D_API is {stated!r}; this d9d-core offers {API_VERSION}"
+        offered = range(OLDEST_API, NEWEST_API + 1)
+        assert type(stated) is int, f"{self.plugin}: D9D_API is {stated!r}; write D9D_API = {NEWEST_API}"
+        assert stated in offered, f"{self.plugin}: D9D_API is {stated}; this d9d-core offers {list(offered)}"
 
     def test_registers_at_least_one_record(self) -> None:
         """The registry accepts the hooks, and they yield at least one record."""
@@ -148,36 +149,22 @@ class PluginSuite:
     def test_imports_of_other_packages_are_declared(self) -> None:
         """The plugin's sources use d9d's packages by the names of declared modules only; other names may change."""
         own = self.plugin.partition(".")[0]
-        exempt, suites = declared().exempt(own), own == "d9d_testing"
+        api = Api.shipped()
+        exempt, suites = api.exempt(own), own == "d9d_testing"
         problems = []
-        for file in self._sources():
+        for place, file in sources_of(self.plugin, self._entries(), api.packages).items():
             source = file.read_text("utf-8")
-            uses = [use for use in (*imported_modules(source), *references(source)) if not self._allows(use[0])]
-            problems += [f"{file.name} uses {use}" for use in undeclared(uses, exempt, suites=suites)]
+            uses = [use for use in (*imported_modules(source), *references(source)) if not self._allows(use.module)]
+            problems += [f"{place}:{use.line} uses {use}" for use in api.undeclared(uses, exempt, suites=suites)]
         assert not problems, (
             "\n".join(problems)
             + "\nThese names are not declared and may change in any release. Use the names in __all__ "
-            "of declared modules (d9d_testing/suites/support/declared.json lists them), or state the modules in "
+            "of declared modules (d9d_core/registry/api.json lists them), or state the modules in "
             f"{type(self).__name__}.imports_undeclared"
         )
 
     def _allows(self, module: str) -> bool:
         return module in (*self.imports_undeclared, *self.builds_on)
-
-    def _sources(self) -> list[Path]:
-        """Source files of the plugin: the packages, or single modules, of its declaration and of its references."""
-        references = [ref for entry in self._specs() for ref in _spec(entry).refs().values()]
-        own = self.plugin.partition(".")[0]
-        names = {own, *(str(ref).partition(":")[0].partition(".")[0] for ref in references)}
-        files: set[Path] = set()
-        for name in {own} | (names - declared().packages):
-            spec = find_spec(name)
-            if spec is None:
-                continue
-            files.update(file for place in spec.submodule_search_locations or () for file in Path(place).rglob("*.py"))
-            if spec.origin is not None and spec.origin.endswith(".py"):
-                files.add(Path(spec.origin))
-        return sorted(files)
 
     def _module(self) -> Any:
         return importlib.import_module(self.plugin)
