@@ -57,7 +57,7 @@ def test_a_package_has_its_names_files_and_requirements(tmp_path: Path) -> None:
         "job.yaml",
     ]  # fmt: skip
     assert 'name = "acme-bits-2"' in made["pyproject.toml"]
-    assert '"d9d-core>=0.1,<0.2"' in made["pyproject.toml"]
+    assert '"d9d-core>=0.1"' in made["pyproject.toml"]
     assert 'config=Ref("acme_bits_2.config:AcmeBits2Config")' in made["src/acme_bits_2/plugin.py"]
     assert made["job.yaml"].startswith("# Trains in seconds on a CPU: d9d train job.yaml\n")
     assert made["src/acme_bits_2/py.typed"] == ""
