@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_the_public_surface_is_the_one_written_down() -> None:
     command = [sys.executable, "tools/public_surface.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
