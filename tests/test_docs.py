@@ -19,6 +19,7 @@ from d9d_core.config import PluginConfig, Section
 from d9d_core.registry.known import KnownPlugins
 from d9d_core.registry.policy import FOUNDATION
 from d9d_engine.job import Job
+from d9d_engine.run.interrupt import STOPPED
 from pydantic_core import PydanticUndefined
 
 from tests.documents import PAGES, ROOT, exists, prose, quoted, tables
@@ -138,7 +139,7 @@ def test_the_reference_names_every_exit_status() -> None:
     import d9d_core.errors as errors
 
     known = {e.exit_code for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, errors.D9dError)}
-    assert {int(row[0]) for row in tables(COMMANDS, "status", "meaning")} == known | {0, 130}
+    assert {int(row[0]) for row in tables(COMMANDS, "status", "meaning")} == known | {0, STOPPED, 130}
 
 
 # --- names and links -------------------------------------------------------------------------------------------------
