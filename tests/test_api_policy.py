@@ -148,21 +148,33 @@ def test_an_expired_deprecation_is_recognised(source: str, found: list[str]) -> 
     assert list(expired(source, Version("0.3.1"))) == found
 
 
-def test_no_deprecation_stays_past_its_end() -> None:
+@pytest.mark.parametrize(
+    ("heading", "release"), [("0.2.0 (not released yet)", "0.2"), ("0.1.1 (not released yet)", "0.1"), ("0.1.0", "0.2")]
+)
+def test_the_release_of_a_change_is_the_next_one(heading: str, release: str, surface: ModuleType) -> None:
+    assert surface.upcoming(f"# Changelog\n\n## {heading}\n\n## 0.0.1\n", "0.1.0") == release
+
+
+@pytest.fixture
+def upcoming(surface: ModuleType) -> Version:
+    return Version(surface.upcoming((ROOT / "CHANGELOG.md").read_text("utf-8"), str(VERSION)))
+
+
+def test_no_deprecation_stays_past_its_end(upcoming: Version) -> None:
     """Delete the old code in the release of ``ends``, and its last API in ``API_RELEASES``."""
     found = {}
     for path in [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]:
         text = path.read_text("utf-8")
         if "ends=" in text and path.name != "deprecation.py":
-            found[str(path.relative_to(ROOT))] = list(expired(text, VERSION))
+            found[str(path.relative_to(ROOT))] = list(expired(text, upcoming))
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_supported_apis_have_no_gap_and_their_releases_rise() -> None:
+def test_supported_apis_have_no_gap_and_their_releases_rise(upcoming: Version) -> None:
     numbers, releases = list(hooks.API_RELEASES), [Version(each) for each in hooks.API_RELEASES.values()]
     assert numbers == list(range(hooks.OLDEST_API, hooks.NEWEST_API + 1))
     assert releases == sorted(releases)
-    assert releases[-1] <= VERSION
+    assert releases[-1] <= upcoming
 
 
 def test_the_policy_names_the_range_of_this_release() -> None:

@@ -196,10 +196,23 @@ def is_unreleased(changelog: str, release: str) -> bool:
     return bool(re.search(rf"^## {re.escape(release)}\.0 \(not released yet\)$", changelog, re.MULTILINE))
 
 
+def upcoming(changelog: str, version: str) -> str:
+    """Release in which a change of today appears, such as ``0.2``.
+
+    Args:
+        changelog: text whose newest section may be of a release that does not exist yet.
+        version: version of the packages; without such a section, the next minor release follows.
+    """
+    if found := re.search(r"^## (\d+\.\d+)\.\d+ \(not released yet\)$", changelog, re.MULTILINE):
+        return found[1]
+    major, minor = version.split(".")[:2]
+    return f"{major}.{int(minor) + 1}"
+
+
 def _by_release(names: list[str], before: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """First release -> names; names that are new come with the current release."""
+    """First release -> names; names that are new come with the next release."""
     version = tomllib.loads((ROOT / "packages/d9d-core/pyproject.toml").read_text("utf-8"))["project"]["version"]
-    current = ".".join(version.split(".")[:2])
+    current = upcoming((ROOT / "CHANGELOG.md").read_text("utf-8"), version)
     since = {name: release for release, old in before.items() for name in old}
     grouped: dict[str, list[str]] = {}
     for name in names:
