@@ -214,7 +214,8 @@ def test_records_of_plugins_are_listed_checked_and_shown(capsys: pytest.CaptureF
         show_records(registry, "x", as_json=False)
     assert check_plugins(registry, "d9d_testing.toy.plugin", as_json=True)
     number = len([entry for entry in registry.entries() if entry.origin.is_called("d9d_testing.toy.plugin")])
-    assert capsys.readouterr().out == f'{{\n "records": {number},\n "problems": []\n}}\n'
+    expected = {"records": number, "problems": [], "deprecations": []}
+    assert capsys.readouterr().out == json.dumps(expected, indent=1) + "\n"
     with pytest.raises(PluginError, match="^no plugin 'x'; loaded: "):
         check_plugins(registry, "x", as_json=True)
 
