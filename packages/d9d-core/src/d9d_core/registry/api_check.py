@@ -131,7 +131,7 @@ def _of_use(
 
 
 def _allowed(origin: Origin) -> dict[str, tuple[str, SpecifierSet]]:
-    """Requirements of a plugin's distribution without those of extras: distribution -> text and versions."""
+    """Requirements of a plugin's distribution, without its extras: distribution -> text and versions."""
     try:
         parsed = [Requirement(text) for text in importlib.metadata.requires(origin.distribution) or []]
     except Exception:  # a single file has no metadata, and metadata may be damaged
