@@ -117,6 +117,29 @@ def test_names_are_gone_only_with_the_oldest_api(
     assert surface.breaking(before, after) == names_gone * gone + ["m.call requires the new b"] * changed
 
 
+@pytest.mark.parametrize(
+    ("release", "ends", "last_api", "found"),
+    [
+        ("0.2", "0.4", 2, []),
+        ("0.2", "0.3", 2, ["m.Old ends in release 0.3; the earliest is 0.4"]),
+        ("0.9", "0.10", 2, ["m.Old ends in release 0.10; the earliest is 0.11"]),
+        ("1.3", "1.9", 2, ["m.Old ends in release 1.9; the earliest is 2.0"]),
+        ("1.3", "2.0", 2, []),
+        ("0.2", "0.4", 3, ["m.Old is deprecated after API 3, but there is no API 4"]),
+    ],
+)
+def test_a_deprecation_ends_late_enough_and_with_its_api(
+    release: str, ends: str, last_api: int, found: list[str], changes: ModuleType
+) -> None:
+    now = {"m": {"Old": {"ends": ends, "last_api": last_api}}}
+    assert list(changes.unfit({}, now, release, 3)) == found
+
+
+def test_a_recorded_deprecation_is_not_compared_with_later_releases(changes: ModuleType) -> None:
+    recorded = {"m": {"Old": {"ends": "0.4", "last_api": 2}}}
+    assert list(changes.unfit(recorded, recorded, "0.3", 3)) == []
+
+
 def test_the_advice_says_keep_deprecate_or_raise(surface: ModuleType) -> None:
     assert re.search(r"Keep .* deprecated .* raise the API .*docs/api-policy.md", surface.BROKEN)
 
@@ -157,7 +180,7 @@ def test_the_release_of_a_change_is_the_next_one(heading: str, release: str, sur
 
 @pytest.fixture
 def upcoming(surface: ModuleType) -> Version:
-    return Version(surface.upcoming((ROOT / "CHANGELOG.md").read_text("utf-8"), str(VERSION)))
+    return Version(surface.next_release())
 
 
 def test_no_deprecation_stays_past_its_end(upcoming: Version) -> None:
@@ -213,6 +236,19 @@ def test_a_later_release_of_d9d_breaks_no_requirement_of_a_plugin() -> None:
     }
     assert broken == set()
     assert len(projects()) > len(TOGETHER) + len(KINDS) + 2
+
+
+def test_the_packages_of_a_release_require_no_earlier_one() -> None:
+    earlier = f"{VERSION.major}.{VERSION.minor - 1}.99" if VERSION.minor else f"{VERSION.major - 1}.99"
+    members = {path.parent.name for house in ("packages", "plugins") for path in ROOT.glob(f"{house}/*/pyproject.toml")}
+    late = {
+        f"{name}: {requirement}"
+        for name, project in projects().items()
+        if name in members
+        for requirement in requirements(project)
+        if requirement.specifier.contains(earlier)
+    }
+    assert late == set()
 
 
 def test_packages_that_share_private_modules_are_installed_in_one_minor_version() -> None:

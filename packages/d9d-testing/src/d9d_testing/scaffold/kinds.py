@@ -136,7 +136,7 @@ KINDS: Mapping[str, Kind] = {
         record=('handlers=Ref("d9d_pipeline.runtime.handlers:handlers")',),
         section="mesh: {pp: 2}\npipeline: {name}",
         job={"pipeline": "{name}"},
-        needs=("d9d-pipeline>=0.1",),
+        needs=("d9d-pipeline",),
     ),
     "peft": Kind(
         summary="Low-rank adapters of linear layers.",

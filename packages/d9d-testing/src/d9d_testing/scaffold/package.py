@@ -6,6 +6,7 @@ import keyword
 import re
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -16,8 +17,6 @@ from d9d_core.registry.hooks import NEWEST_API
 from d9d_core.registry.known import KnownPlugins
 
 from d9d_testing.scaffold.kinds import BASE_JOB, BASE_PACKAGES, KINDS, Kind
-
-_VERSIONS = ">=0.1"
 
 
 def plugin_files(name: str, kind: str) -> dict[str, str]:
@@ -91,7 +90,7 @@ def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
     if spec.configured:
         record.append(f'config=Ref("{package}.config:{names["Name"]}Config")')
     record.append(f'build=Ref("{package}.{kind}:{_filled(spec.build, names)}")')
-    needs = [f"d9d-core{_VERSIONS}", *spec.needs, *(["pydantic>=2.9,<3"] if spec.configured else [])]
+    needs = [*map(_since, ("d9d-core", *spec.needs)), *(["pydantic>=2.9,<3"] if spec.configured else [])]
     tests = {"d9d-testing", "pytest", "torch", *BASE_PACKAGES, *spec.tests}
     tests -= {re.split("[<>=]", need)[0] for need in needs}
     word = next(hook.name for hook in HOOKS if hook.hook == spec.hook)
@@ -110,6 +109,11 @@ def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
         "dependencies": "\n".join(f'    "{line}",' for line in sorted(needs)),
         "test_dependencies": "\n".join(f'    "{line}",' for line in sorted(tests)),
     }
+
+
+def _since(need: str) -> str:
+    """Requirement for a distribution; for a package of d9d, the installed release of d9d-core or a later one."""
+    return f"{need}>={'.'.join(version('d9d-core').split('.')[:2])}" if need.startswith("d9d-") else need
 
 
 def _job(package: str, spec: Kind) -> str:
