@@ -454,6 +454,13 @@ def test_set_keeps_extras_and_an_upper_bound_that_admits_the_version(tiny: Repos
     assert '"d9d-one[x]>=0.2.0rc1,<1"' in (tiny.root / "plugins/d9d-two/pyproject.toml").read_text()
 
 
+def test_set_adds_no_upper_bound_to_a_pin_without_one(tiny: Repository, workspace: ModuleType) -> None:
+    tiny.file("plugins/d9d-two/pyproject.toml", lambda text: text.replace("d9d-one>=0.1,<0.2", "d9d-one>=0.1"))
+    tiny.file("CHANGELOG.md", lambda text: text.replace("## 0.1.0", "## 0.2.0"))
+    workspace.set_version(tiny.root, workspace.parse("0.2.0"), date(2026, 2, 3))
+    assert '"d9d-one>=0.2.0"' in (tiny.root / "plugins/d9d-two/pyproject.toml").read_text()
+
+
 def test_set_without_a_section_of_the_changelog_writes_nothing(tiny: Repository, workspace: ModuleType) -> None:
     with pytest.raises(workspace.ReleaseError, match=r"no section '## 0\.2\.0'"):
         workspace.set_version(tiny.root, workspace.parse("0.2.0"), date(2026, 2, 3))
