@@ -1,4 +1,4 @@
-"""A training step makes no more calls on the host than it did: what a GPU waits for if its kernels are short."""
+"""A training step makes no more calls on the host than recorded: a GPU with short kernels waits for these calls."""
 
 from __future__ import annotations
 

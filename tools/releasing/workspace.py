@@ -71,7 +71,7 @@ def project_of(member: Path) -> dict[str, Any]:
 
 
 def requirements(project: dict[str, Any]) -> Iterator[Requirement]:
-    """Requirements of a member, those of its extras included."""
+    """Requirements of a member and of its extras."""
     for texts in (project.get("dependencies", ()), *project.get("optional-dependencies", {}).values()):
         yield from map(Requirement, texts)
 
