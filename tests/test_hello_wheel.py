@@ -102,6 +102,14 @@ def test_the_plugins_own_tests_pass_there(fresh: Fresh, tmp_path: Path) -> None:
     fresh.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HELLO / "tests"), cwd=tmp_path)
 
 
+@pytest.mark.full
+def test_its_suites_pass_there_and_a_badge_says_so(fresh: Fresh, tmp_path: Path) -> None:
+    said = fresh.run("d9d", "plugins", "conform", "d9d-hello", "--badge", "badge", cwd=tmp_path)
+    assert "d9d-hello 0.1.0 conforms" in said
+    facts = json.loads((tmp_path / "badge" / "conformance.json").read_text())
+    assert [part["verdict"] for part in facts["components"]] == ["passed", "passed", "passed"]
+
+
 def test_it_is_no_workspace_member() -> None:
     assert "d9d-hello" not in (ROOT / "pyproject.toml").read_text()
     assert "d9d-hello" not in (ROOT / "uv.lock").read_text()
