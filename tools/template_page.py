@@ -19,8 +19,9 @@ HEAD = """# Plugin templates
 
 `d9d new plugin NAME --kind KIND` (of d9d-testing) writes a complete package: `pyproject.toml` with the entry point, a
 declaration, an implementation that works, the conformance suites of its kind, a test, a README, a licence, a workflow
-for a forge's CI, and a job that trains in seconds on a CPU. This page quotes the templates, for a plugin called `acme`; a test installs one of
-each kind, runs its suite and trains with it. [Writing a plugin](writing-a-plugin.md) explains the parts.
+for a forge's CI, and a job that trains in seconds on a CPU. This page quotes the templates, for a plugin called
+`acme`; a test installs one of each kind, runs its suite and trains with it. [Writing a plugin](writing-a-plugin.md)
+explains the parts.
 
 <!-- written by tools/template_page.py -->
 """

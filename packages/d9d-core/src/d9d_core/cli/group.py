@@ -49,7 +49,9 @@ class PluginGroup(typer.core.TyperGroup):
         names = {entry.spec.key for entry in self._registry.entries("command")}
         if any(name.startswith(f"{cmd_name} ") for name in {*names, *KnownPlugins.shipped().names("command")}):
             return _Words(cmd_name, self._registry)
-        if cmd_name.rpartition("/")[2] not in names and KnownPlugins.shipped().home("command", cmd_name) is None:
+        known = KnownPlugins.shipped()
+        elsewhere = known.home("command", cmd_name) or known.third_party("command", cmd_name)
+        if cmd_name.rpartition("/")[2] not in names and not elsewhere:
             return None
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
 
