@@ -70,6 +70,7 @@ def test_a_good_entry_is_read_and_shown(tool: Any, tmp_path: Path) -> None:
         ("metric =", "metrics =", "adds has the unknown kind 'metrics'; kinds: model, strategy"),
         ('["bits"]', "[]", "adds.metric is []; write a list of names"),
         (">=0.1", "new", "core is 'new', which is no range of versions"),
+        ('"acme-metrics"', '"d9d_metrics"', "plugin 1 (d9d_metrics): this is a package of d9d"),
         ("summary =", "sumary =", "unknown field 'sumary'"),
         ("Metrics.", "M" * 101, "the summary has more than 100 characters"),
         ("[[plugin]]", "[[plugins]]", "unknown key 'plugins'; write [[plugin]]"),

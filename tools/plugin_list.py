@@ -89,9 +89,12 @@ def listed(file: Path = LIST) -> list[Plugin]:
         raise ListError(f"{where}: {error}") from error
     problems = [f"{where}: unknown key '{key}'; write [[plugin]]" for key in document if key != "plugin"]
     tables = document.get("plugin", [])
+    own = {file.parent.name for house in ("packages", "plugins") for file in ROOT.glob(f"{house}/*/pyproject.toml")}
     for number, table in enumerate(tables, 1):
         place = f"{where}, plugin {number} ({table.get('distribution', 'without a distribution')})"
         problems += [f"{place}: {text}" for text in _problems(table)]
+        if normalise(str(table.get("distribution", ""))) in own:
+            problems.append(f"{place}: this is a package of d9d; the list has third-party plugins only")
     problems += _doubles(where, tables)
     if problems:
         raise ListError("\n".join(problems))
