@@ -103,6 +103,16 @@ def test_a_component_without_a_shipped_suite_gets_one_if_it_needs_no_facts(insta
 
 
 @pytest.mark.thorough
+def test_a_failing_test_about_no_component_counts(install: Install) -> None:
+    file = install("acme-plain", "command") / "conformance.py"
+    file.write_text(file.read_text() + "\n\ndef test_anything() -> None:\n    assert 1 == 2, 'no'\n")
+    outcome = conform(discover(), "acme-plain")
+    assert not outcome.passed
+    assert outcome.errors == ["test_anything: AssertionError: no"]
+    assert rows(outcome)[DECLARATIONS].verdict == "passed"
+
+
+@pytest.mark.thorough
 def test_suites_that_do_not_load_fail_the_command(install: Install) -> None:
     (install("acme-worse", "command") / "conformance.py").write_text("import absent_module\n")
     outcome = conform(discover(), "acme-worse")

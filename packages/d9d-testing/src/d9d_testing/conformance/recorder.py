@@ -47,15 +47,14 @@ class Recorder:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Note the component that each test is about, by the attributes of its class."""
         for item in items:
-            suite = getattr(item, "cls", None)
-            if suite is not None:
-                self._classes[item.nodeid] = {
-                    "kind": kind_of(suite),
-                    "plugin": getattr(suite, "plugin", None),
-                    "target": getattr(suite, "target", None),
-                    "suite": suite.__name__,
-                    "test": item.name,
-                }
+            suite = getattr(item, "cls", None) or object
+            self._classes[item.nodeid] = {
+                "kind": kind_of(suite),
+                "plugin": getattr(suite, "plugin", None),
+                "target": getattr(suite, "target", None),
+                "suite": suite.__name__,
+                "test": item.name,
+            }
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note an error of collection, such as a module that fails to load."""
@@ -64,8 +63,6 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note an outcome; a test that fails in its set-up or its end has failed."""
-        if report.nodeid not in self._classes:
-            return
         test = self._tests.setdefault(report.nodeid, {**self._classes[report.nodeid], "outcome": "passed"})
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)

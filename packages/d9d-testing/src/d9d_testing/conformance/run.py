@@ -19,6 +19,8 @@ from d9d_core.registry.registry import Registry
 
 from d9d_testing.conformance.suites import DECLARATIONS, GROUP, SUITES, written
 
+#: Exit statuses of pytest: all passed, some failed, no tests.
+_ENDS = (0, 1, 5)
 Verdict = Literal["passed", "failed", "missing", "declarations"]
 
 
@@ -104,7 +106,11 @@ def conform(registry: Registry, name: str, files: Sequence[Path] = ()) -> Outcom
         place = Path(directory)
         shipped = _shipped(origins[0].distribution)
         tests, errors = _run([*map(str, files), *shipped], place) if files or shipped else ([], [])
-        covered = {(test["kind"], _target(test)) for test in tests}
+        components = {(DECLARATIONS, module) for module in modules}
+        components |= {(entry.kind.name, entry.spec.key) for entry in entries}
+        covered = {_about(test) for test in tests} & components
+        # Tests about no component of the distribution have no row, but a failure counts.
+        errors += [_failure(test) for test in tests if test["outcome"] == "failed" and _about(test) not in components]
         others = [origin.module for origin in registry.plugins if origin.module not in modules]
         missing = [module for module in modules if (DECLARATIONS, module) not in covered]
         rest = [entry for entry in entries if (entry.kind.name, entry.spec.key) not in covered]
@@ -138,7 +144,19 @@ def _run(tests: Sequence[str], place: Path) -> tuple[list[dict[str, Any]], list[
         found = json.loads(record.read_text("utf-8"))
     except OSError:
         return [], [f"pytest ended with status {status} and wrote no record; its output stands above"]
-    return found["tests"], found["errors"]
+    errors = list(found["errors"])
+    if status not in _ENDS and not errors:
+        errors.append(f"pytest ended with status {status} before all tests ran; its output stands above")
+    return found["tests"], errors
+
+
+def _about(test: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Kind and name of the component that a test is about."""
+    return test["kind"], _target(test)
+
+
+def _failure(test: Mapping[str, Any]) -> str:
+    return f"{test['test']}: {(test['message'].splitlines() or [''])[0]}"
 
 
 def _target(test: Mapping[str, Any]) -> str:
@@ -154,10 +172,10 @@ def _rows(modules: Collection[str], entries: Sequence[Entry], tests: Sequence[Ma
 
 
 def _row(kind: str, name: str, tests: Sequence[Mapping[str, Any]]) -> Row:
-    own = [test for test in tests if test["kind"] == kind and _target(test) == name]
+    own = [test for test in tests if _about(test) == (kind, name)]
     counts = {word: sum(test["outcome"] == word for test in own) for word in ("passed", "failed", "skipped")}
     failures = [test for test in own if test["outcome"] == "failed"]
-    problem = f"{failures[0]['test']}: {failures[0]['message'].splitlines()[0]}" if failures else ""
+    problem = _failure(failures[0]) if failures else ""
     if kind in SUITES and not counts["passed"] + counts["failed"]:
         problem = "all tests were skipped" if counts["skipped"] else _missing(kind)
     return Row(kind, name, tuple(dict.fromkeys(test["suite"] for test in own)), problem=problem, **counts)
