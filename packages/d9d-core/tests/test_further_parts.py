@@ -256,7 +256,8 @@ def test_doctor_examines_the_plugins_and_names_of_own_commands(monkeypatch: pyte
     monkeypatch.setattr("d9d_core.cli.health.examine", lambda *given: asked.append(given) or answers[len(asked) - 1])
     monkeypatch.setattr(app_module, "discover_plugins", lambda *given: given)
     assert [CliRunner().invoke(app, ["doctor", "--no-plugins"]).exit_code for _ in range(2)] == [0, 1]
-    assert asked[0] == (([], True), {"check", "schema", "doctor", "plugins"}, False)
+    inner = {f"plugins {name}" for name in ("list", "show", "check")}
+    assert asked[0] == (([], True), {"check", "schema", "doctor", "plugins"} | inner, False)
 
 
 @pytest.mark.parametrize(

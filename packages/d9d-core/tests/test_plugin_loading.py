@@ -27,7 +27,7 @@ KNOWN = KnownPlugins(
     {"d9d-mixture": "0.5.0"},
     [
         ThirdParty("acme-moe", "https://git.acme.org/moe", "acme-moe", {"strategy": ["offload", "expert_parallel"]}),
-        ThirdParty("acme-other", "examples/other", "./examples/other", {"strategy": ["offload"]}),
+        ThirdParty("acme-other", "examples/other", "./examples/other", {"strategy": ["offload"], "tracker": ["csv"]}),
     ],
 )
 
@@ -74,6 +74,12 @@ def test_an_unknown_name_names_the_third_party_packages_that_have_it(install: In
     install("acme-moe", "9.9", "1 / 0\n")
     assert message("offload").startswith("strategy 'offload' comes from acme-moe 9.9, which failed to import: ")
     assert "which is not loaded: it is blocked" in message("offload", block=frozenset({"acme-moe"}))
+
+
+def test_a_word_of_another_tool_gets_its_hint_before_a_third_party_package() -> None:
+    said = message("csv", "tracker")
+    assert said.startswith("unknown tracker 'csv'; d9d calls it 'jsonl'")
+    assert said.endswith("install it with: pip install ./examples/other")
 
 
 def test_a_first_party_package_goes_before_a_third_party_one(install: Install) -> None:

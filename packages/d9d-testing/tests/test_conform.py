@@ -49,6 +49,7 @@ def rows(outcome: Outcome) -> dict[str, Row]:
     return {row.kind: row for row in outcome.rows}
 
 
+@pytest.mark.thorough
 def test_every_kind_has_a_suite_or_only_declarations() -> None:
     assert {kind.name for kind in HOOKS} - SUITES.keys() == {
         "view", "health check", "job check", "command", "capability"

@@ -181,8 +181,11 @@ class Registry:
         absent = home and not any(origin.is_called(distribution or home) for origin in self.plugins)
         if absent and home == known:
             raise PluginError(f"{kind} '{name}' comes from {home}; install it with: pip install {home}")
-        if text := self._by_third_parties(kind, name, normalise(distribution)) if absent or not home else "":
-            raise PluginError(f"unknown {kind} '{name}': {text}")
+        others = self._by_third_parties(kind, name, normalise(distribution)) if absent or not home else ""
+        if others and find(name, [kind]):  # a word of another tool, for which d9d has a component of its own
+            raise PluginError(f"{self._unknown(kind, name, home, broken)}; or {others}")
+        if others:
+            raise PluginError(f"unknown {kind} '{name}': {others}")
         if absent:
             as_file = f"{_AS_FILES[kind]}; " if kind in _AS_FILES else ""
             raise PluginError(f"no plugin '{distribution}' is installed; {as_file}{self._offers(kind, name)}")
