@@ -14,7 +14,6 @@ from typing import Any
 import d9d_testing.toy.plugin as toy
 import pytest
 import typer
-from d9d_core.cli.app import app as command_line
 from d9d_core.cli.app import run
 from d9d_core.cli.check import check_job
 from d9d_core.cli.group import OpenGroup, PluginGroup, _Lazy, foundation_commands, shadowed_commands
@@ -123,15 +122,6 @@ def test_packages_add_commands_to_the_group_plugins() -> None:
     assert made.get_command(None, "sip") is None
     (text,) = shadowed_commands(registry, {"plugins", "plugins list"}, {"acme"})
     assert "'plugins list' (acme) is hidden by d9d's own" in text
-
-
-def test_plugins_check_can_be_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    monkeypatch.setattr("d9d_core.cli.app.discover_plugins", lambda *args: given.append(args) or Registry.of())
-    for words in ([], ["--strict-plugins"]):
-        with pytest.raises(SystemExit):
-            typer.main.get_command(command_line)(["plugins", "check", *words])
-    assert given == [([], False, False), ([], False, True)]
 
 
 def test_plugins_commands_with_a_name_of_d9d_are_hidden_and_told() -> None:

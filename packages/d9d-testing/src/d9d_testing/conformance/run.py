@@ -35,7 +35,7 @@ class Row:
         passed: number of tests that passed.
         failed: number of tests that failed.
         skipped: number of skipped tests.
-        problem: first failure, or what is missing; empty if all is well.
+        problem: first failure, or the missing suite; empty if all is well.
     """
 
     kind: str
