@@ -352,7 +352,7 @@ def test_a_dependency_without_a_wheel_on_one_platform_is_refused(
     ("exported", "said"),
     [
         ("acme==1.0 \\\n    --hash=sha256:00\nlost==2.0\n", "lost==2.0 has no hash"),
-        ("acme @ https://example.org/acme.whl \\\n    --hash=sha256:00\n", "acme is pinned to an address"),
+        ("acme @ https://example.org/acme \\\n    --hash=sha256:00\n", "acme is pinned to an address"),
     ],
 )
 def test_a_pin_without_hash_or_with_an_address_is_refused(
