@@ -38,7 +38,7 @@ BROKEN = (
 #: Packages in which modules with ``__all__`` are declared.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
 #: Tools around the loop, which may import the modules of the foundation.
-OUTER = ("d9d_inference", "d9d_planner", "d9d_reports", "d9d_verify")
+OUTER = ("d9d_inference", "d9d_launch", "d9d_planner", "d9d_reports", "d9d_verify")
 #: Declared modules for conformance suites only.
 FOR_SUITES = (
     "d9d_core.components.instantiate",
