@@ -19,6 +19,8 @@ from d9d_testing.scaffold.package import plugin_files, write_plugin
 ROOT = Path(__file__).parents[1]
 HOOKS_WITHOUT_TEMPLATE = {
     "d9d_views", "d9d_health_checks", "d9d_job_checks", "d9d_commands", "d9d_capabilities",
+    # An engine is not part of a job; plugins/d9d-slurm is an example.
+    "d9d_launchers",
     # Their jobs need a trained model; the README of d9d-engine has one of each.
     "d9d_inference_tasks", "d9d_writers",
 }  # fmt: skip

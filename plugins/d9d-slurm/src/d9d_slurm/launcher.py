@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 from d9d_core.errors import LaunchError
 from d9d_core.launcher import EngineStatus, LaunchRequest, LaunchState, Submission
-from d9d_core.untrusted import open_regular
 
 from d9d_slurm.config import SlurmConfig
 from d9d_slurm.script import batch_script
@@ -166,12 +165,11 @@ def _columns(number: str) -> list[str] | None:
 
 
 def _last_lines(log: Path, count: int) -> tuple[str, ...]:
-    try:
-        with open(open_regular(log), "rb") as file:  # noqa: PTH123 - a descriptor
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:  # the job has not started
+    if not log.is_file():  # the job has not started
         return ()
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _TAIL))
+        text = file.read().decode("utf-8", "replace")
     return tuple(text.splitlines()[-count:])
 
 
