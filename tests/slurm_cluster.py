@@ -56,7 +56,8 @@ PartitionName=ci Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 def reason_not_to_run() -> str | None:
     """Why no Slurm can be started on this machine; ``None`` if one can."""
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "unshare") if shutil.which(name) is None]
+    tools, path = ("munged", "slurmctld", "slurmd", "sbatch", "unshare"), f"{os.environ.get('PATH', '')}:/usr/sbin"
+    missing = [name for name in tools if shutil.which(name, path=path) is None]
     if missing:
         return f"{', '.join(missing)} not installed (Debian: apt-get install slurm-wlm munge)"
     if os.geteuid() != 0:

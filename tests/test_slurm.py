@@ -177,10 +177,52 @@ def test_a_cancelled_job_saves_and_is_not_restarted(cluster: Cluster, tmp_path: 
     assert "has ended already" in job.d9d("launch", "cancel", str(job.run), status=2)
 
 
+#: Subscriber that raises an error of the job's data in rank 1 alone.
+BREAKS = """
+import os
+from typing import Literal
+
+from d9d_core.config import PluginConfig
+from d9d_core.errors import DataError
+from d9d_core.events import StepEnds
+from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
+from d9d_core.subscriber import Subscribes, subscribe
+
+D9D_API = 2
+
+
+class BreaksConfig(PluginConfig):
+    '''Breaks.'''
+
+    name: Literal["breaks"] = "breaks"
+    '''Selects this subscriber.'''
+
+
+class Breaks(Subscribes):
+    def __init__(self, config): ...
+
+    @subscribe(StepEnds)
+    def step(self, event):
+        if event.step == 5 and os.environ["SLURM_PROCID"] == "1":
+            raise DataError("record 7 is damaged")
+
+
+@hookimpl
+def d9d_subscribers():
+    config, build = Ref(f"{__name__}:BreaksConfig"), Ref(f"{__name__}:Breaks")
+    yield SubscriberSpec(name="breaks", summary="For a test.", config=config, build=build)
+"""
+
+
 @pytest.mark.full
-def test_an_error_of_the_job_is_not_restarted(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["all", "one"])
+def test_an_error_of_the_job_is_not_restarted(cluster: Cluster, tmp_path: Path, ranks: str) -> None:
+    (tmp_path / "breaks.py").write_text(BREAKS)
     data = {"name": "text", "sources": ["missing.txt"], "sequence_length": 32, "tokenizer": "bytes"}
-    job = Submitted(cluster, tmp_path, data=data)
+    fields = {"data": data} if ranks == "all" else {"subscribers": ["breaks"]}
+    job = Submitted(cluster, tmp_path, "--plugin", "breaks.py", **fields)
     assert job.wait_for_state("FAILED", "COMPLETED") == "FAILED"
     assert cluster.restarts(job.id) == 0
-    assert "missing.txt" in job.status(status=1)
+    text = job.status(status=1)
+    assert f"slurm {job.id}: failed (FAILED" in text
+    assert ("missing.txt" if ranks == "all" else "record 7 is damaged") in text

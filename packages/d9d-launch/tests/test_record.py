@@ -76,15 +76,17 @@ def test_a_changed_job_file_is_told(tmp_path: Path, record: SubmissionRecord) ->
 @pytest.mark.parametrize(
     ("engine", "ending", "state", "line"),
     [
-        ("finished", "finished", "finished", "finished after step 10 of 10"),
-        ("unknown", "finished", "unknown", "finished after step 10 of 10"),
-        ("failed", "stop", "stopped", "stopped by SIGTERM after step 5 of 10, and saved"),
-        ("failed", "failure", "failed", "failed: ValueError: no"),
-        ("running", "none", "running", "last logged step: 3, loss 2.5"),
+        (("failed", 2), "stop", "failed", "stopped by SIGTERM after step 5 of 10, and saved"),
+        (("failed", 75), "stop", "stopped", "stopped by SIGTERM after step 5 of 10, and saved"),
+        (("finished", None), "finished", "finished", "finished after step 10 of 10"),
+        (("unknown", None), "finished", "unknown", "finished after step 10 of 10"),
+        (("failed", None), "stop", "stopped", "stopped by SIGTERM after step 5 of 10, and saved"),
+        (("failed", None), "failure", "failed", "failed: ValueError: no"),
+        (("running", None), "none", "running", "last logged step: 3, loss 2.5"),
     ],
 )
 def test_the_report_has_the_state_the_progress_and_the_cause(
-    tmp_path: Path, record: SubmissionRecord, engine: LaunchState, ending: str, state: str, line: str
+    tmp_path: Path, record: SubmissionRecord, engine: tuple[LaunchState, int | None], ending: str, state: str, line: str
 ) -> None:
     directory = tmp_path / "runs" / "a"
     (directory / "metrics.jsonl").write_text('{"step": 2, "loss": 3.0}\n{"step": 3, "loss": 2.5}\n')
@@ -94,7 +96,7 @@ def test_the_report_has_the_state_the_progress_and_the_cause(
         write_stop(directory, 5, 10, "SIGTERM")
     elif ending == "failure":
         write_failure(directory, 5, ValueError("no"))
-    status = EngineStatus(state=engine, detail="WORD on n1", log=("one", "two"))
+    status = EngineStatus(state=engine[0], detail="WORD on n1", log=("one", "two"), exit_status=engine[1])
     report = RunReport(directory, record, status)
     lines = list(report.lines())
     assert report.state == state

@@ -75,18 +75,31 @@ def test_gpus_follow_from_processes_and_device(
 
 
 @pytest.mark.parametrize(
-    ("status", "restarts_so_far", "requeued"),
-    [(0, 0, False), (2, 0, False), (75, 0, True), (1, 0, True), (137, 2, True), (137, 3, False)],
+    ("status", "restarts_so_far", "requeued", "rank", "final"),
+    [
+        (0, 0, False, 0, 0),
+        (2, 0, False, 2, 2),
+        (75, 0, True, 75, 75),
+        (1, 0, True, 1, 1),
+        (137, 2, True, 1, 137),
+        (137, 3, False, 1, 137),
+        (137, 0, False, 2, 2),  # a rank with an error of the job, after which srun killed the others
+    ],
 )
 def test_the_script_requeues_after_every_status_but_finished_and_an_error_of_the_job(
-    tmp_path: Path, status: int, restarts_so_far: int, requeued: bool
+    tmp_path: Path, status: int, restarts_so_far: int, requeued: bool, rank: int, final: int
 ) -> None:
     folder = tmp_path / HOSTILE
     request = request_in(folder)
     request.folder.mkdir(parents=True)
     request.job_file.write_text(request.job)
-    done, calls = run_script(batch_script(SlurmConfig(restarts=3), request), tmp_path, status, restarts_so_far)
-    assert done.returncode == status, done.stderr
+    log = request.folder / "slurm-7.log"
+    log.write_text("srun: error: n1: task 0: Exited with exit code 2\n")  # of an earlier start
+    script = batch_script(SlurmConfig(restarts=3), request)
+    done, calls = run_script(
+        script, tmp_path, status, restarts_so_far, log, f"srun: error: n1: tasks 0-3: Exited with exit code {rank}"
+    )
+    assert done.returncode == final, done.stderr
     assert calls[0] == "\x1f".join(["srun", "--kill-on-bad-exit=1", *request.command])
     assert calls[1:] == (["\x1f".join(["scontrol", "requeue", "7"])] if requeued else [])
     assert not list(tmp_path.rglob("pwned"))
@@ -101,20 +114,23 @@ def test_a_machine_without_the_run_is_told_instead_of_a_training(tmp_path: Path)
 
 
 def run_script(
-    script: str, folder: Path, status: int, restarts: int
+    script: str, folder: Path, status: int, restarts: int, log: Path | None = None, printed: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run a script with an srun and an scontrol that write down their arguments."""
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     for name in ("srun", "scontrol"):
         tool = bin_folder / name
-        last = f"exit {status}" if name == "srun" else ""
+        told = "" if log is None else 'echo "$PRINTED" >> "$LOG"; '
+        last = f"{told}exit {status}" if name == "srun" else ""
         line = '(IFS=$\'\\x1f\'; echo "${0##*/}"$\'\\x1f\'"$*") >> "$CALLS"'
         tool.write_text(f"#!/bin/bash\n{line}\n{last}\n")
         tool.chmod(0o755)
     env = {
         "PATH": f"{bin_folder}:{os.environ['PATH']}",
         "CALLS": str(folder / "calls"),
+        "LOG": str(log),
+        "PRINTED": printed,
         "SLURM_JOB_ID": "7",
         "SLURM_RESTART_COUNT": str(restarts),
     }

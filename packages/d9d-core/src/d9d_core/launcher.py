@@ -98,11 +98,13 @@ class EngineStatus:
         state: state of the submission.
         detail: further words of the engine, in a line: its own word for the state, reasons, machines.
         log: last lines that the processes printed.
+        exit_status: exit status of the ended job; ``None`` if it runs, or if the engine does not tell.
     """
 
     state: LaunchState
     detail: str
     log: tuple[str, ...] = ()
+    exit_status: int | None = None
 
 
 class Launcher(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d9d_core.launcher import EngineStatus
+from d9d_core.launcher import EXIT_STOPPED, EngineStatus
 from d9d_engine.run.directory import read_ending, read_failure, read_stop
 from d9d_engine.trackers.lines import read_lines
 
@@ -30,10 +30,10 @@ class RunReport:
 
     @property
     def state(self) -> str:
-        """The engine's state of the submission; ``stopped`` if the run's own files say so, which engines cannot see."""
-        if self.engine.state != "failed" or read_ending(self.directory) is not None:
-            return self.engine.state
-        return "failed" if read_stop(self.directory) is None else "stopped"
+        """State of the submission; ``stopped`` if it failed for the engine, but the run saved on request."""
+        status = self.engine.exit_status
+        stopped = read_stop(self.directory) is not None if status is None else status == EXIT_STOPPED
+        return "stopped" if self.engine.state == "failed" and stopped else self.engine.state
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report."""

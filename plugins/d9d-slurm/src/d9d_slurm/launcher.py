@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ _PATIENCE = 120
 #: Bytes at the end of a log that are read.
 _TAIL = 1 << 16
 #: Columns of squeue with their widths. No column holds text of users.
-_COLUMNS = (("State", 30), ("RestartCnt", 12), ("NodeList", 200), ("Reason", 100))
+_COLUMNS = (("State", 30), ("RestartCnt", 12), ("NodeList", 200), ("Reason", 100), ("exit_code", 12))
 _STATES: Mapping[str, LaunchState] = MappingProxyType(
     {
         "PENDING": "waiting",
@@ -109,7 +110,7 @@ class SlurmLauncher:
         columns = _columns(number)
         if columns is None:
             return EngineStatus(state="unknown", detail="Slurm no longer knows the job", log=log)
-        word, restarts, nodes, reason = columns
+        word, restarts, nodes, reason, status = columns
         detail = word
         if nodes:
             detail += f" on {nodes}"
@@ -117,7 +118,11 @@ class SlurmLauncher:
             detail += f", {reason}"
         if restarts not in ("", "0"):
             detail += f", restarts: {restarts}"
-        return EngineStatus(state=_STATES.get(word, "failed"), detail=detail, log=log)
+        state = _STATES.get(word, "failed")
+        ended = state in ("finished", "failed") and status.isdecimal()
+        # squeue prints the status of waitpid: 19200 for an exit with 75.
+        code = os.waitstatus_to_exitcode(int(status)) if ended else None
+        return EngineStatus(state=state, detail=detail, log=log, exit_status=code)
 
     def cancel(self, identifier: str) -> str:
         """Forbid a requeue, then ask all ranks to save and stop; a job that trains nothing yet is ended at once.
@@ -147,7 +152,7 @@ def _checked(identifier: str) -> str:
 
 
 def _columns(number: str) -> list[str] | None:
-    """State, restarts, nodes and reason of a job; ``None`` if Slurm no longer knows the job."""
+    """State, restarts, nodes, reason and exit status of a job; ``None`` if Slurm no longer knows the job."""
     wanted = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
     try:
         line = _run("squeue", "--noheader", f"--jobs={number}", "--states=all", f"--Format={wanted}").rstrip("\n")

@@ -21,6 +21,7 @@ def batch_script(config: SlurmConfig, request: LaunchRequest) -> str:
     command = shlex.join(request.command)
     cores = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if config.cpus_per_task else ""
     job = shlex.quote(str(request.job_file))
+    log = f'{shlex.quote(f"{request.folder}/slurm-")}"$SLURM_JOB_ID".log'
     shared = "run.dir must be a directory that all machines share"
     lines = [
         "#!/bin/bash",
@@ -34,8 +35,15 @@ def batch_script(config: SlurmConfig, request: LaunchRequest) -> str:
         f"    echo \"error: $(hostname) does not have\" {job}'; {shared}' >&2",
         f"    exit {EXIT_FAILED}",
         "fi",
+        f"log={log}",
+        'begin=$(stat -c %s "$log" 2>/dev/null || echo 0)',
         f"srun --kill-on-bad-exit=1{cores} {command}",
         "status=$?",
+        "# srun returns the highest status of all ranks; a rank that ends by an error of the job ends the others with",
+        "# higher ones.",
+        f"if tail -c +$((begin + 1)) \"$log\" | grep -q 'srun: error: .*: Exited with exit code {EXIT_FAILED}$'; then",
+        f"    status={EXIT_FAILED}",
+        "fi",
         f"# {EXIT_FINISHED}: finished; {EXIT_FAILED}: an error in the job, which would repeat. "
         "Everything else is worth a restart.",
         f"if [ $status -ne {EXIT_FINISHED} ] && [ $status -ne {EXIT_FAILED} ] && "
