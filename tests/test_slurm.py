@@ -122,12 +122,16 @@ def test_paths_of_users_run_no_code_and_no_variable_of_the_shell_reaches_the_job
 
 
 @pytest.mark.full
-def test_a_killed_rank_restarts_the_job_which_ends_with_equal_bits(
-    cluster: Cluster, tmp_path: Path, undisturbed: Path
+@pytest.mark.parametrize("event", ["killed rank", "stop request"])
+def test_a_disturbed_job_restarts_and_ends_with_equal_bits(
+    cluster: Cluster, tmp_path: Path, undisturbed: Path, event: str
 ) -> None:
     job = Submitted(cluster, tmp_path)
     job.wait_for_step(100)
-    os.kill(cluster.pid_of_rank(job.id, 1), signal.SIGKILL)
+    if event == "killed rank":
+        os.kill(cluster.pid_of_rank(job.id, 1), signal.SIGKILL)
+    else:  # Slurm does this before a time limit
+        cluster.run("scancel", "--signal=TERM", job.id)
     cluster.start_now(job.id)
     assert "waiting" in job.status() or "running" in job.status()
     assert job.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", job.log()
@@ -155,6 +159,20 @@ def test_a_lost_machine_restarts_the_job_which_ends_with_equal_bits(
     assert job.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", job.log()
     assert "resumed at step" in job.log()
     assert_same_weights(job.run, undisturbed)
+
+
+@pytest.mark.full
+def test_a_refusal_of_slurm_is_told_and_a_waiting_job_leaves_the_queue(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="error: sbatch: .*partition"):
+        Submitted(cluster, tmp_path, "--option", "partition=absent")
+    assert not (tmp_path / "runs" / "run" / "launch" / "submission.json").exists()
+    cluster.run("scontrol", "update", "partitionname=ci", "state=down")
+    job = Submitted(cluster, tmp_path)
+    assert f"slurm {job.id}: waiting (PENDING" in job.status()
+    assert "cancelled; it did not train" in job.d9d("launch", "cancel", "job.yaml")
+    assert job.wait_for_state("CANCELLED") == "CANCELLED"
+    assert f"slurm {job.id}: cancelled (CANCELLED" in job.status()
+    cluster.run("scontrol", "update", "partitionname=ci", "state=up")
 
 
 @pytest.mark.full
