@@ -117,6 +117,29 @@ def test_names_are_gone_only_with_the_oldest_api(
     assert surface.breaking(before, after) == names_gone * gone + ["m.call requires the new b"] * changed
 
 
+@pytest.mark.parametrize(
+    ("release", "ends", "last_api", "found"),
+    [
+        ("0.2", "0.4", 2, []),
+        ("0.2", "0.3", 2, ["m.Old ends in release 0.3; the earliest is 0.4"]),
+        ("0.9", "0.10", 2, ["m.Old ends in release 0.10; the earliest is 0.11"]),
+        ("1.3", "1.9", 2, ["m.Old ends in release 1.9; the earliest is 2.0"]),
+        ("1.3", "2.0", 2, []),
+        ("0.2", "0.4", 3, ["m.Old is deprecated after API 3, but there is no API 4"]),
+    ],
+)
+def test_a_deprecation_ends_late_enough_and_with_its_api(
+    release: str, ends: str, last_api: int, found: list[str], changes: ModuleType
+) -> None:
+    now = {"m": {"Old": {"ends": ends, "last_api": last_api}}}
+    assert list(changes.unfit({}, now, release, 3)) == found
+
+
+def test_a_recorded_deprecation_is_not_compared_with_later_releases(changes: ModuleType) -> None:
+    recorded = {"m": {"Old": {"ends": "0.4", "last_api": 2}}}
+    assert list(changes.unfit(recorded, recorded, "0.3", 3)) == []
+
+
 def test_the_advice_says_keep_deprecate_or_raise(surface: ModuleType) -> None:
     assert re.search(r"Keep .* deprecated .* raise the API .*docs/api-policy.md", surface.BROKEN)
 
@@ -148,21 +171,33 @@ def test_an_expired_deprecation_is_recognised(source: str, found: list[str]) -> 
     assert list(expired(source, Version("0.3.1"))) == found
 
 
-def test_no_deprecation_stays_past_its_end() -> None:
+@pytest.mark.parametrize(
+    ("heading", "release"), [("0.2.0 (not released yet)", "0.2"), ("0.1.1 (not released yet)", "0.1"), ("0.1.0", "0.2")]
+)
+def test_the_release_of_a_change_is_the_next_one(heading: str, release: str, surface: ModuleType) -> None:
+    assert surface.upcoming(f"# Changelog\n\n## {heading}\n\n## 0.0.1\n", "0.1.0") == release
+
+
+@pytest.fixture
+def upcoming(surface: ModuleType) -> Version:
+    return Version(surface.next_release())
+
+
+def test_no_deprecation_stays_past_its_end(upcoming: Version) -> None:
     """Delete the old code in the release of ``ends``, and its last API in ``API_RELEASES``."""
     found = {}
     for path in [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]:
         text = path.read_text("utf-8")
         if "ends=" in text and path.name != "deprecation.py":
-            found[str(path.relative_to(ROOT))] = list(expired(text, VERSION))
+            found[str(path.relative_to(ROOT))] = list(expired(text, upcoming))
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_supported_apis_have_no_gap_and_their_releases_rise() -> None:
+def test_supported_apis_have_no_gap_and_their_releases_rise(upcoming: Version) -> None:
     numbers, releases = list(hooks.API_RELEASES), [Version(each) for each in hooks.API_RELEASES.values()]
     assert numbers == list(range(hooks.OLDEST_API, hooks.NEWEST_API + 1))
     assert releases == sorted(releases)
-    assert releases[-1] <= VERSION
+    assert releases[-1] <= upcoming
 
 
 def test_the_policy_names_the_range_of_this_release() -> None:
@@ -201,6 +236,19 @@ def test_a_later_release_of_d9d_breaks_no_requirement_of_a_plugin() -> None:
     }
     assert broken == set()
     assert len(projects()) > len(TOGETHER) + len(KINDS) + 2
+
+
+def test_the_packages_of_a_release_require_no_earlier_one() -> None:
+    earlier = f"{VERSION.major}.{VERSION.minor - 1}.99" if VERSION.minor else f"{VERSION.major - 1}.99"
+    members = {path.parent.name for house in ("packages", "plugins") for path in ROOT.glob(f"{house}/*/pyproject.toml")}
+    late = {
+        f"{name}: {requirement}"
+        for name, project in projects().items()
+        if name in members
+        for requirement in requirements(project)
+        if requirement.specifier.contains(earlier)
+    }
+    assert late == set()
 
 
 def test_packages_that_share_private_modules_are_installed_in_one_minor_version() -> None:

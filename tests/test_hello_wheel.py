@@ -1,4 +1,4 @@
-"""A plugin that is no workspace member, installed from wheels with ours in a fresh environment, trains by name."""
+"""Plugins that are no workspace members, installed from wheels with ours in a fresh environment, work by name."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HELLO = ROOT / "examples" / "d9d-hello"
-#: Packages that the example's job needs, and the kit of its tests.
+#: Third-party style distributions.
+EXAMPLES = ("acme-memory", "acme-operations", "acme-tuning", "d9d-hello")
+#: Packages that the examples' jobs need, and the kit of their tests.
 OURS = (
     "d9d-core",
     "d9d-data",
     "d9d-engine",
+    "d9d-inference",
     "d9d-moe",
     "d9d-nn",
     "d9d-optim",
+    "d9d-pipeline",
     "d9d-qwen3",
     "d9d-testing",
     "d9d-verify",
@@ -55,13 +59,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     wheels, venv, pins = directory / "dist", directory / "venv", directory / "pins.txt"
     for name in OURS:
         call("uv", "build", "--wheel", "--quiet", "--package", name, "--out-dir", str(wheels), cwd=ROOT)
-    call("uv", "build", "--wheel", "--quiet", "--out-dir", str(wheels), str(HELLO), cwd=ROOT)
+    for name in EXAMPLES:
+        call("uv", "build", "--wheel", "--quiet", "--out-dir", str(wheels), str(ROOT / "examples" / name), cwd=ROOT)
     # The locked versions: they are in uv's cache, and a release of today changes nothing here.
     export = ("--no-hashes", "--no-emit-workspace", "--all-groups", "--format", "requirements.txt")
     pins.write_text(call("uv", "export", "--quiet", *export, cwd=ROOT))
     call("uv", "venv", "--quiet", "--python", sys.executable, str(venv), cwd=directory)
     built = sorted(str(wheel) for wheel in wheels.glob("*.whl"))
-    assert len(built) == len(OURS) + 1
+    assert len(built) == len(OURS) + len(EXAMPLES)
     python = str(venv / "bin" / "python")
     call("uv", "pip", "install", "--quiet", "--python", python, "--constraint", str(pins), *built, cwd=directory)
     return Fresh(directory)
@@ -69,7 +74,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
 
 @pytest.mark.full
 def test_our_packages_come_from_the_wheels(fresh: Fresh, tmp_path: Path) -> None:
-    packages = [name.replace("-", "_") for name in (*OURS, "d9d-hello")]
+    packages = [name.replace("-", "_") for name in (*OURS, *EXAMPLES)]
     script = (
         "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in sys.argv[1:]), sep='\\n')"
     )
@@ -98,10 +103,34 @@ def test_the_command_line_knows_where_the_names_come_from(fresh: Fresh, tmp_path
 
 
 @pytest.mark.full
-def test_the_plugins_own_tests_pass_there(fresh: Fresh, tmp_path: Path) -> None:
-    fresh.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HELLO / "tests"), cwd=tmp_path)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_plugins_own_tests_pass_there(fresh: Fresh, tmp_path: Path, name: str) -> None:
+    tests = str(ROOT / "examples" / name / "tests")
+    fresh.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests, cwd=tmp_path)
 
 
-def test_it_is_no_workspace_member() -> None:
-    assert "d9d-hello" not in (ROOT / "pyproject.toml").read_text()
-    assert "d9d-hello" not in (ROOT / "uv.lock").read_text()
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_their_suites_pass_there_and_a_badge_says_so(fresh: Fresh, tmp_path: Path, name: str) -> None:
+    said = fresh.run("d9d", "plugins", "conform", name, "--badge", "badge", cwd=tmp_path)
+    assert f"{name} 0.1.0 conforms" in said
+    facts = json.loads((tmp_path / "badge" / "conformance.json").read_text())
+    assert {part["verdict"] for part in facts["components"]} <= {"passed", "declarations"}
+
+
+@pytest.mark.full
+def test_every_job_of_the_examples_runs(fresh: Fresh, tmp_path: Path) -> None:
+    fresh.run("d9d", "plugins", "check", "--strict-plugins", cwd=tmp_path)
+    for job in ("acme-memory/job", "acme-memory/attention", "acme-tuning/job", "acme-operations/job"):
+        fresh.run("d9d", "train", str(ROOT / "examples" / f"{job}.yaml"), cwd=tmp_path)
+    last = (tmp_path / "runs" / "memory" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["recall"] > 0.9
+    fresh.run("d9d", "infer", str(ROOT / "examples" / "acme-memory" / "infer.yaml"), cwd=tmp_path)
+    rows = list(csv.DictReader((tmp_path / "runs" / "attention_rows" / "output.csv").read_text().splitlines()))
+    assert len(rows) == 100
+
+
+def test_they_are_no_workspace_members() -> None:
+    for name in EXAMPLES:
+        assert name not in (ROOT / "pyproject.toml").read_text()
+        assert name not in (ROOT / "uv.lock").read_text()

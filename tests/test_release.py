@@ -352,7 +352,7 @@ def test_a_dependency_without_a_wheel_on_one_platform_is_refused(
     ("exported", "said"),
     [
         ("acme==1.0 \\\n    --hash=sha256:00\nlost==2.0\n", "lost==2.0 has no hash"),
-        ("acme @ https://example.org/acme.whl \\\n    --hash=sha256:00\n", "acme is pinned to an address"),
+        ("acme @ https://example.org/acme \\\n    --hash=sha256:00\n", "acme is pinned to an address"),
     ],
 )
 def test_a_pin_without_hash_or_with_an_address_is_refused(
@@ -454,6 +454,13 @@ def test_set_keeps_extras_and_an_upper_bound_that_admits_the_version(tiny: Repos
     assert '"d9d-one[x]>=0.2.0rc1,<1"' in (tiny.root / "plugins/d9d-two/pyproject.toml").read_text()
 
 
+def test_set_adds_no_upper_bound_to_a_pin_without_one(tiny: Repository, workspace: ModuleType) -> None:
+    tiny.file("plugins/d9d-two/pyproject.toml", lambda text: text.replace("d9d-one>=0.1,<0.2", "d9d-one>=0.1"))
+    tiny.file("CHANGELOG.md", lambda text: text.replace("## 0.1.0", "## 0.2.0"))
+    workspace.set_version(tiny.root, workspace.parse("0.2.0"), date(2026, 2, 3))
+    assert '"d9d-one>=0.2.0"' in (tiny.root / "plugins/d9d-two/pyproject.toml").read_text()
+
+
 def test_set_without_a_section_of_the_changelog_writes_nothing(tiny: Repository, workspace: ModuleType) -> None:
     with pytest.raises(workspace.ReleaseError, match=r"no section '## 0\.2\.0'"):
         workspace.set_version(tiny.root, workspace.parse("0.2.0"), date(2026, 2, 3))
@@ -467,9 +474,9 @@ def test_the_trial_refuses_files_that_differ_from_their_hashes(
     tiny.make(tmp_path / "out")
     with (tmp_path / "out" / "constraints-0.1.0.txt").open("a") as file:
         file.write("# more\n")
-    with pytest.raises(workspace.ReleaseError, match="the files are not those of SHA256SUMS"):
+    with pytest.raises(workspace.ReleaseError, match="the files differ from SHA256SUMS"):
         sys.modules["releasing.trial"].use(ROOT, tmp_path / "out", "3.11")
-    with pytest.raises(workspace.ReleaseError, match="the files are not those of SHA256SUMS"):
+    with pytest.raises(workspace.ReleaseError, match="the files differ from SHA256SUMS"):
         sys.modules["releasing.trial"].use(ROOT, tmp_path, "3.11")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,6 +68,32 @@ def test_a_stopped_run_has_its_own_status_and_a_finished_one_0(small_job: Write,
     assert status == 0, errors
     assert not (directory / "stopped.json").exists()
     assert (directory / "finished.json").exists()
+
+
+@pytest.mark.full
+def test_commands_on_two_machines_train_one_job_and_stop_together(small_job: Write, tmp_path: Path) -> None:
+    job = str(small_job("run", steps=2000, logging={"every": 1}, mesh={"dp_shard": 2}, parallel=["fsdp"]))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    several = ("--nproc", "1", "--nodes", "2", "--master", f"127.0.0.1:{port}")
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    commands = [[*D9D, "train", job, *several, "--node-rank", str(rank)] for rank in (0, 1)]
+    machines = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for command in commands]
+    directory = tmp_path / "runs" / "run"
+    try:
+        deadline = time.monotonic() + 90
+        while not (directory / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        machines[1].send_signal(signal.SIGTERM)
+        first, second = (machine.communicate(timeout=60)[0] for machine in machines)
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.wait()
+    assert [machine.returncode for machine in machines] == [STOPPED, STOPPED]
+    assert "stopped after step" in first
+    assert second == ""
+    assert json.loads((directory / "stopped.json").read_text())["steps"] == 2000
 
 
 @pytest.mark.thorough

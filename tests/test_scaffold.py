@@ -17,13 +17,6 @@ from d9d_testing.scaffold.kinds import KINDS
 from d9d_testing.scaffold.package import plugin_files, write_plugin
 
 ROOT = Path(__file__).parents[1]
-HOOKS_WITHOUT_TEMPLATE = {
-    "d9d_views", "d9d_health_checks", "d9d_job_checks", "d9d_commands", "d9d_capabilities",
-    # An engine is not part of a job; plugins/d9d-slurm is an example.
-    "d9d_launchers",
-    # Their jobs need a trained model; the README of d9d-engine has one of each.
-    "d9d_inference_tasks", "d9d_writers",
-}  # fmt: skip
 
 
 def name_of(kind: str) -> str:
@@ -82,10 +75,22 @@ def site(scaffolds: Path) -> Site:
     return Site(scaffolds)
 
 
-def test_there_is_a_template_of_every_kind_that_a_job_file_selects() -> None:
+def test_there_is_a_template_of_every_extension_point() -> None:
     from d9d_core.registry.hooks import KINDS as HOOKS
 
-    assert {kind.hook for kind in KINDS.values()} == {hook.hook for hook in HOOKS} - HOOKS_WITHOUT_TEMPLATE
+    assert {kind.hook for kind in KINDS.values()} == {hook.hook for hook in HOOKS}
+
+
+def test_the_workflow_of_a_scaffold_fits_the_schema_of_the_forge(tmp_path: Path) -> None:
+    write_plugin(tmp_path / "acme", "acme", "metric")
+    workflow = tmp_path / "acme" / ".github" / "workflows" / "ci.yml"
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([*command, str(workflow)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    workflow.write_text(workflow.read_text().replace("runs-on:", "runs-at:"))
+    done = subprocess.run([*command, str(workflow)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, "the schema would accept any file"
+    assert "runs-on" in done.stdout
 
 
 def test_the_documentation_quotes_the_templates() -> None:
@@ -100,18 +105,25 @@ def test_a_scaffold_is_complete_and_small(kind: str) -> None:
     assert {
         "pyproject.toml",
         "README.md",
+        "LICENSE",
         "job.yaml",
+        ".github/workflows/ci.yml",
+        "src/acme_thing/conformance.py",
         "src/acme_thing/plugin.py",
         "src/acme_thing/py.typed",
     } <= files.keys()
     project = tomllib.loads(files["pyproject.toml"])["project"]
     assert project["entry-points"]["d9d"] == {"acme_thing": "acme_thing.plugin"}
+    assert project["entry-points"]["d9d.conformance"] == {"acme_thing": "acme_thing.conformance"}
+    assert "d9d-plugin" in project["keywords"]
+    assert project["license"] == "MIT"
+    assert "FILL-IN" in project["urls"]["Repository"]
     for path, text in files.items():
-        assert "$" not in text, path
+        assert "$" not in text.replace("${{ matrix.", "").replace("echo $? >", ""), path
         if path.endswith(".py"):
             ast.parse(text)
             assert max(map(len, text.splitlines()), default=0) <= 120, path
-    assert "Ref(" in files["src/acme_thing/plugin.py"]
+    assert ("Ref(" in files["src/acme_thing/plugin.py"]) == (KINDS[kind].module and KINDS[kind].entry != "")
 
 
 @pytest.mark.parametrize(
@@ -156,19 +168,24 @@ def test_scaffolds_are_typed(site: Site) -> None:
 @pytest.mark.full
 def test_every_kind_passes_its_suite(site: Site) -> None:
     site.install(list(KINDS))
-    tests = [str(site.scaffolds / name_of(kind) / "tests") for kind in KINDS]
-    done = site.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *tests)
+    roots = [site.scaffolds / name_of(kind) for kind in KINDS]
+    tests = [str(root / "tests") for root in roots]
+    suites = [str(next(root.glob("src/*/conformance.py"))) for root in roots]
+    done = site.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *tests, *suites)
     assert done.returncode == 0, done.stdout
 
 
 TRAIN = """
 import os, sys
 from d9d_engine.job import Job
+from d9d_inference.job import InferenceJob
 for kind in sys.argv[1:]:
     directory = f"acme-{kind.replace('_', '-')}"
     os.chdir(directory)
     outcome = Job.load("job.yaml", overrides=["steps=4", "logging.every=2"]).build(note=lambda text: None).train()
     print(kind, outcome.status, outcome.step)
+    if os.path.exists("infer.yaml"):
+        InferenceJob.load("infer.yaml").build().run()
     os.chdir("..")
 """
 
@@ -183,3 +200,9 @@ def test_every_kind_trains_with_its_job(site: Site) -> None:
     written = {"tracker": "acme_tracker.csv", "subscriber": "acme_subscriber.jsonl"}
     for kind, file in written.items():
         assert (site.scaffolds / f"acme-{kind}/runs/acme_{kind}" / file).exists()
+    rows = (site.scaffolds / "acme-writer/runs/acme_writer_rows/output.csv").read_text().splitlines()
+    assert len(rows) == 9, "the writer gets 8 samples and writes a line of names"
+    assert (
+        '"improbable"'
+        in (site.scaffolds / "acme-inference-task/runs/acme_inference_task_rows/output.jsonl").read_text()
+    )

@@ -334,6 +334,7 @@ def test_modules_in_the_working_directory_are_not_imported(
 
 #: Modules that import by a name that is no constant; whatever a job file names there is a field that is marked.
 IMPORTERS = {
+    "packages/d9d-core/src/d9d_core/deprecation.py",
     "packages/d9d-core/src/d9d_core/registry/loader.py",
     "packages/d9d-core/src/d9d_core/plugin.py",
     "packages/d9d-core/src/d9d_core/registry/registry.py",

@@ -18,10 +18,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from packaging.version import Version
+
 #: Protocols that only d9d implements, so that a new member breaks no plugin.
 RECEIVED = {"DataRanks", "ForwardPass", "RunLog", "StageRunner", "Topology"}
 
 Names = Mapping[str, Mapping[str, str]]
+Deprecations = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def shape(value: Any) -> str:
@@ -38,6 +41,25 @@ def incompatible(before: Names, after: Names) -> Iterator[str]:
             new = after.get(module, {}).get(name)
             problems = ["is gone"] if new is None else _changes(name, old, new)
             yield from (f"{module}.{name} {problem}" for problem in problems)
+
+
+def unfit(before: Deprecations, after: Deprecations, release: str, newest: int) -> Iterator[str]:
+    """Sentences about deprecations that end too early, or that no newer API goes with.
+
+    Args:
+        before: recorded module -> old name -> facts of its deprecation.
+        after: the same of now.
+        release: release in which a change of today appears.
+        newest: newest plugin API.
+    """
+    major, minor = map(int, release.split("."))
+    earliest = f"0.{minor + 2}" if major == 0 else f"{major + 1}.0"
+    for module, names in after.items():
+        for name, facts in names.items():
+            if facts["last_api"] >= newest:
+                yield f"{module}.{name} is deprecated after API {facts['last_api']}, but there is no API {newest + 1}"
+            if name not in before.get(module, {}) and Version(facts["ends"]) < Version(earliest):
+                yield f"{module}.{name} ends in release {facts['ends']}; the earliest is {earliest}"
 
 
 def _kind(value: type) -> str:

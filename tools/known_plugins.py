@@ -1,9 +1,10 @@
-"""Writes the table of first-party component names, from which d9d-core tells users what to install.
+"""Writes the table of component names, from which d9d-core tells users what to install.
 
     uv run python tools/known_plugins.py           write packages/d9d-core/.../known_plugins.json
     uv run python tools/known_plugins.py --check   exit with 1 if it is out of date
 
-The table is read from the declarations of the workspace's members; d9d-core reads the table and imports none of them.
+The table is read from the declarations of the workspace's members, and from the list of third-party plugins,
+docs/third-party.toml; d9d-core reads the table and imports none of them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from plugin_list import listed
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "registry" / "known_plugins.json"
 
 
 def table(root: Path = ROOT) -> dict[str, Any]:
-    """Kind -> name -> distribution, and distribution -> version, over all members with an entry point."""
+    """Names of all members with an entry point by kind, the members' versions, and the listed third-party plugins."""
     from d9d_core.plugin import ModelSpec
     from d9d_core.registry.registry import Registry
 
@@ -36,7 +39,11 @@ def table(root: Path = ROOT) -> dict[str, Any]:
                     if isinstance(entry.spec, ModelSpec):
                         for model_type in entry.spec.model_types:
                             homes.setdefault("model type", {})[model_type] = project["name"]
-    return {"homes": homes, "versions": versions}
+    others = [
+        {"distribution": plugin.distribution, "url": plugin.url, "install": plugin.install, "adds": plugin.adds}
+        for plugin in listed(root / "docs" / "third-party.toml")
+    ]
+    return {"homes": homes, "versions": versions, "others": others}
 
 
 def text(root: Path = ROOT) -> str:

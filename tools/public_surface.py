@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from api_changes import incompatible, shape  # a module in this directory
+from api_changes import incompatible, shape, unfit  # a module in this directory
 from d9d_core.deprecation import Deprecated, DeprecatedNames
 from d9d_core.registry.hooks import API_RELEASES, NEWEST_API
 
@@ -197,10 +197,28 @@ def is_unreleased(changelog: str, release: str) -> bool:
     return bool(re.search(rf"^## {re.escape(release)}\.0 \(not released yet\)$", changelog, re.MULTILINE))
 
 
-def _by_release(names: list[str], before: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """First release -> names; names that are new come with the current release."""
+def upcoming(changelog: str, version: str) -> str:
+    """Release in which a change of today appears, such as ``0.2``.
+
+    Args:
+        changelog: text whose newest section may be of a release that does not exist yet.
+        version: version of the packages; without such a section, the next minor release follows.
+    """
+    if found := re.search(r"^## (\d+\.\d+)\.\d+ \(not released yet\)$", changelog, re.MULTILINE):
+        return found[1]
+    major, minor = version.split(".")[:2]
+    return f"{major}.{int(minor) + 1}"
+
+
+def next_release() -> str:
+    """Release of this repository in which a change of today appears."""
     version = tomllib.loads((ROOT / "packages/d9d-core/pyproject.toml").read_text("utf-8"))["project"]["version"]
-    current = ".".join(version.split(".")[:2])
+    return upcoming((ROOT / "CHANGELOG.md").read_text("utf-8"), version)
+
+
+def _by_release(names: list[str], before: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """First release -> names; names that are new come with the next release."""
+    current = next_release()
     since = {name: release for release, old in before.items() for name in old}
     grouped: dict[str, list[str]] = {}
     for name in names:
@@ -263,14 +281,17 @@ def _commands() -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Write the files, or check them."""
-    recorded, now = json.loads(FILE.read_text("utf-8")), surface()
-    release = API_RELEASES[NEWEST_API]
+    files = {FILE: surface(), NAMES: declarations()}
+    before = {file: json.loads(file.read_text("utf-8")) for file in files}
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    may_break = arguments == ["--unreleased"] and is_unreleased(changelog, release)
-    if (problems := breaking(recorded, now)) and not may_break:
+    may_break = arguments == ["--unreleased"] and is_unreleased(changelog, API_RELEASES[NEWEST_API])
+    if (problems := breaking(before[FILE], files[FILE])) and not may_break:
         print(*problems, BROKEN, sep="\n", file=sys.stderr)
         return 1
-    files = {FILE: now, NAMES: declarations()}
+    old, new = (tables[NAMES]["deprecated"] for tables in (before, files))
+    if early := list(unfit(old, new, next_release(), NEWEST_API)):
+        print(*early, "docs/api-policy.md says when a deprecated name ends", sep="\n", file=sys.stderr)
+        return 1
     texts = {file: json.dumps(values, indent=1, sort_keys=True) + "\n" for file, values in files.items()}
     if arguments == ["--check"]:
         if all(file.read_text("utf-8") == text for file, text in texts.items()):

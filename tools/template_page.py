@@ -18,9 +18,10 @@ FILE = Path(__file__).resolve().parents[1] / "docs" / "plugin-templates.md"
 HEAD = """# Plugin templates
 
 `d9d new plugin NAME --kind KIND` (of d9d-testing) writes a complete package: `pyproject.toml` with the entry point, a
-declaration, an implementation that works, tests with the conformance suite of its kind, a README, and a job that
-trains with it in seconds on a CPU. This page quotes the templates, for a plugin called `acme`; a test installs one of
-each kind, runs its suite and trains with it. [Writing a plugin](writing-a-plugin.md) explains the parts.
+declaration, an implementation that works, the conformance suites of its kind, a test, a README, a licence, a workflow
+for a forge's CI, and a job that trains in seconds on a CPU. This page quotes the templates, for a plugin called
+`acme`; a test installs one of each kind, runs its suite and trains with it. [Writing a plugin](writing-a-plugin.md)
+explains the parts.
 
 <!-- written by tools/template_page.py -->
 """
@@ -31,7 +32,8 @@ def page() -> str:
     parts = [HEAD]
     for kind, spec in KINDS.items():
         files = plugin_files("acme", kind)
-        shown = [f"src/acme/{kind}.py", f"tests/test_{kind}.py"]
+        paths = [f"src/acme/{kind}.py", "src/acme/conformance.py", f"tests/test_{kind}.py"]
+        shown = [path for path in paths if path in files]
         parts.append(f"## {kind}\n\n{spec.summary} `d9d new plugin acme --kind {kind}` declares it as\n")
         record = files["src/acme/plugin.py"].partition("@hookimpl\n")[2].rstrip()
         parts.append(f"```py\n# src/acme/plugin.py\n@hookimpl\n{record}\n```\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 from releasing.hashes import SUMS, sums
 from releasing.workspace import ReleaseError
 
-#: What a user installs first; then everything first-party, which the job of the README needs.
+#: First packages of a user; then everything first-party, which the job of the README needs.
 PACKAGES = ("d9d-core", "d9d-moe", "d9d-all")
 #: Variables of the caller's environment that would let parts of the repository into the trial.
 LEAKS = {"VIRTUAL_ENV", "UV_PYTHON", "UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "D9D_PLUGINS"}
@@ -30,7 +30,7 @@ def use(root: Path, out: Path, python: str) -> None:
     """
     constraints = next(out.glob("constraints-*.txt"), None)
     if constraints is None or not (out / SUMS).is_file() or (out / SUMS).read_text("utf-8") != sums(out):
-        raise ReleaseError(f"{out}: the files are not those of {SUMS}: build the release again")
+        raise ReleaseError(f"{out}: the files differ from {SUMS}: build the release again")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         venv, plugin, empty = folder / "venv", folder / "plugin", folder / "empty"

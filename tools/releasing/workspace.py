@@ -71,7 +71,7 @@ def project_of(member: Path) -> dict[str, Any]:
 
 
 def requirements(project: dict[str, Any]) -> Iterator[Requirement]:
-    """Requirements of a member, those of its extras included."""
+    """Requirements of a member and of its extras."""
     for texts in (project.get("dependencies", ()), *project.get("optional-dependencies", {}).values()):
         yield from map(Requirement, texts)
 
@@ -182,11 +182,13 @@ def set_version(root: Path, version: Version, day: date) -> list[Path]:
         requirement = Requirement(quoted[1])
         if requirement.name not in names or not requirement.specifier or fits(requirement.specifier, version):
             return quoted[0]
-        upper = [part for part in requirement.specifier if part.operator.startswith("<") and version in part]
-        bound = str(upper[0]) if upper else f"<{version.major}.{version.minor + 1}"
+        # Plugins set no upper bound (docs/api-policy.md); packages that share private modules do.
+        upper = [part for part in requirement.specifier if part.operator.startswith("<")]
+        admitting = [f",{part}" for part in upper if version in part]
+        bound = (admitting or [f",<{version.major}.{version.minor + 1}"])[0] if upper else ""
         start = re.match(r"[^<>=~!\s]+", quoted[1])
         assert start is not None
-        return f'"{start[0]}>={version},{bound}"'
+        return f'"{start[0]}>={version}{bound}"'
 
     texts = {}
     for file in (member / "pyproject.toml" for member in members(root)):

@@ -1,4 +1,4 @@
-"""Tests of a plugin: the conformance suites, and tests of its own behaviour."""
+"""Tests of the plugin's own behaviour; conformance.py holds the suites."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from d9d_core.tracker import RunInfo
 from d9d_hello.config import CsvConfig, SmoothLMConfig
 from d9d_hello.task import SmoothLM
 from d9d_hello.tracker import CsvTracker
-from d9d_testing.suites.plugin import PluginSuite
-
-
-class TestPlugin(PluginSuite):
-    plugin = "d9d_hello.plugin"
 
 
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary_per_target() -> None:

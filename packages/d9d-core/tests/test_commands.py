@@ -16,7 +16,7 @@ import pytest
 import typer
 from d9d_core.cli.app import run
 from d9d_core.cli.check import check_job
-from d9d_core.cli.group import PluginGroup, _Lazy, foundation_commands, shadowed_commands
+from d9d_core.cli.group import OpenGroup, PluginGroup, _Lazy, foundation_commands, shadowed_commands
 from d9d_core.cli.options import discover_plugins, load_job, policy_of, warn_of_problems
 from d9d_core.cli.output import length_of, mesh_line
 from d9d_core.errors import PluginError
@@ -109,6 +109,19 @@ def test_a_second_word_of_a_package_that_is_not_installed_is_told() -> None:
         inner.get_command(None, "job")
     with pytest.raises(PluginError, match="declared by"):
         group(Registry.of(*(plugin(name, "cup", group="new") for name in ("a", "b")))).get_command(None, "new")
+
+
+def test_packages_add_commands_to_the_group_plugins() -> None:
+    application("list", print)
+    made: Any = OpenGroup(name="plugins", commands={"list": typer.main.get_command(APPS["list"])})
+    registry = Registry.of(plugin("acme", "cup", "list", group="plugins"))
+    made.__dict__["_added"] = group(registry).get_command(None, "plugins")
+    assert made.list_commands(None) == ["list", "conform", "cup"]
+    assert made.get_command(None, "cup")._entry.origin.distribution == "acme"
+    assert not isinstance(made.get_command(None, "list"), _Lazy), "no plugin replaces a command of d9d-core"
+    assert made.get_command(None, "sip") is None
+    (text,) = shadowed_commands(registry, {"plugins", "plugins list"}, {"acme"})
+    assert "'plugins list' (acme) is hidden by d9d's own" in text
 
 
 def test_plugins_commands_with_a_name_of_d9d_are_hidden_and_told() -> None:

@@ -157,7 +157,7 @@ def given_by(record: type[Any]) -> dict[str, Any]:
         (KernelSpec, {"deterministic": True}),
         (JobCheckSpec, {"memory": False}),
         (Pipeline, {"ranks": 1}),
-        (Origin, {"editable": False, "seconds": 0.0}),
+        (Origin, {"editable": False, "seconds": 0.0, "api": 0}),
         (Problem, {"loaded": False}),
         (PluginPolicy, {"autoload": True, "strict": False}),
         (Collective, {"approximate": False, "at_most": False}),

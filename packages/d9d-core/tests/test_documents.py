@@ -156,6 +156,15 @@ def test_what_an_override_replaced_is_found_on_the_command_line(tmp_path: Path) 
     assert document.where(("optimizer", "lr")) == "--set optimizer"
 
 
+def test_a_component_that_another_name_selects_is_found_on_the_command_line(tmp_path: Path) -> None:
+    document = read(tmp_path, "optimizer:\n  name: adam\n  lr: 1.0\n", "optimizer.name=adamm")
+    path = document.source
+    assert document.where(("optimizer",)) == "--set optimizer.name"
+    assert document.where(("optimizer", "lr")) == f"{path}:3"
+    assert document.placed("optimizer: unknown optimizer 'adamm'") == "--set optimizer.name: unknown optimizer 'adamm'"
+    assert document.placed("optimizer.lr: too large") == f"{path}:3: optimizer.lr: too large"
+
+
 def test_a_value_that_only_overrides_have_is_found_on_the_command_line(tmp_path: Path) -> None:
     document = read(tmp_path, "optimizer: {name: adamw}\n", "optimizer.groups.match=x", "optimizer.lr=1")
     here = f"{tmp_path}/job.yaml:1"

@@ -214,7 +214,8 @@ def test_records_of_plugins_are_listed_checked_and_shown(capsys: pytest.CaptureF
         show_records(registry, "x", as_json=False)
     assert check_plugins(registry, "d9d_testing.toy.plugin", as_json=True)
     number = len([entry for entry in registry.entries() if entry.origin.is_called("d9d_testing.toy.plugin")])
-    assert capsys.readouterr().out == f'{{\n "records": {number},\n "problems": []\n}}\n'
+    expected = {"records": number, "problems": [], "deprecations": []}
+    assert capsys.readouterr().out == json.dumps(expected, indent=1) + "\n"
     with pytest.raises(PluginError, match="^no plugin 'x'; loaded: "):
         check_plugins(registry, "x", as_json=True)
 
@@ -255,7 +256,8 @@ def test_doctor_examines_the_plugins_and_names_of_own_commands(monkeypatch: pyte
     monkeypatch.setattr("d9d_core.cli.health.examine", lambda *given: asked.append(given) or answers[len(asked) - 1])
     monkeypatch.setattr(app_module, "discover_plugins", lambda *given: given)
     assert [CliRunner().invoke(app, ["doctor", "--no-plugins"]).exit_code for _ in range(2)] == [0, 1]
-    assert asked[0] == (([], True), {"check", "schema", "doctor", "plugins"}, False)
+    inner = {f"plugins {name}" for name in ("list", "show", "check")}
+    assert asked[0] == (([], True), {"check", "schema", "doctor", "plugins"} | inner, False)
 
 
 @pytest.mark.parametrize(

@@ -192,3 +192,25 @@ def test_the_shipped_api_has_the_names_of_the_five_contracts() -> None:
         ("subscriber", "Subscriber"),
     ):
         assert names[f"d9d_core.{module}"][name] == "0.1"
+
+
+def test_only_names_of_declared_modules_may_be_imported() -> None:
+    known = Api(
+        packages=frozenset({"d9d_a", "d9d_b"}), foundation=frozenset({"d9d_a"}), outer=frozenset({"d9d_tool"}),
+        for_suites=frozenset({"d9d_a.suite"}),
+        names={"d9d_a.open": {"x": "0.1"}, "d9d_a.suite": {"y": "0.1"}}, deprecated={},
+    )  # fmt: skip
+    uses = [
+        Use(*use) for use in (
+            ("d9d_a.open", "x"), ("d9d_a.open", "z"), ("d9d_a.open", ""), ("d9d_a.open", "*"), ("d9d_a.secret", "*"),
+            ("d9d_a.secret", ""), ("d9d_a.suite", "y"), ("d9d_a", "open"), ("d9d_b.any", "x"), ("torch", "nn"),
+        )
+    ]  # fmt: skip
+    refused = ["z of d9d_a.open", "* of d9d_a.secret", "all of d9d_a.secret", "y of d9d_a.suite", "x of d9d_b.any"]
+    assert [str(use) for use in known.undeclared(uses)] == refused
+    for_suites = [str(use) for use in known.undeclared(uses, suites=True)]
+    assert for_suites == [text for text in refused if "suite" not in text]
+    assert [str(use) for use in known.undeclared(uses, {"d9d_a"})] == ["x of d9d_b.any"]
+    assert known.exempt("d9d_c") == {"d9d_c"}
+    assert known.exempt("d9d_a") == {"d9d_a"}
+    assert known.exempt("d9d_tool") == {"d9d_a", "d9d_tool"}

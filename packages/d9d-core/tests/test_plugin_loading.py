@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from d9d_core.errors import PluginError
 from d9d_core.registry import installed
-from d9d_core.registry.known import KnownPlugins
+from d9d_core.registry.known import KnownPlugins, ThirdParty
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import FOUNDATION, PluginPolicy
 from d9d_core.registry.registry import Registry
@@ -23,7 +23,12 @@ def d9d_strategies():
     yield strategy("expert_parallel")
 """
 KNOWN = KnownPlugins(
-    {"strategy": {"expert_parallel": "d9d-mixture"}, "schedule": {"zbv": "d9d-conduit"}}, {"d9d-mixture": "0.5.0"}
+    {"strategy": {"expert_parallel": "d9d-mixture"}, "schedule": {"zbv": "d9d-conduit"}},
+    {"d9d-mixture": "0.5.0"},
+    [
+        ThirdParty("acme-moe", "https://git.acme.org/moe", "acme-moe", {"strategy": ["offload", "expert_parallel"]}),
+        ThirdParty("acme-other", "examples/other", "./examples/other", {"strategy": ["offload"], "tracker": ["csv"]}),
+    ],
 )
 
 
@@ -53,6 +58,32 @@ def test_an_absent_first_party_plugin_says_what_to_install(install: Install) -> 
     assert message("expert_parallel") == (
         "strategy 'expert_parallel' comes from d9d-mixture; install it with: pip install d9d-mixture"
     )
+
+
+def test_an_unknown_name_names_the_third_party_packages_that_have_it(install: Install) -> None:
+    moe = (
+        "it comes from the third-party package acme-moe (https://git.acme.org/moe), which d9d's authors do not check; "
+        "install it with: pip install acme-moe"
+    )
+    other = (
+        "it comes from the third-party package acme-other (examples/other of d9d's repository), which d9d's authors "
+        "do not check; install it with: pip install ./examples/other"
+    )
+    assert message("offload") == f"unknown strategy 'offload': {moe}; or {other}"
+    assert message("acme-moe/offload") == f"unknown strategy 'offload': {moe}"
+    install("acme-moe", "9.9", "1 / 0\n")
+    assert message("offload").startswith("strategy 'offload' comes from acme-moe 9.9, which failed to import: ")
+    assert "which is not loaded: it is blocked" in message("offload", block=frozenset({"acme-moe"}))
+
+
+def test_a_word_of_another_tool_gets_its_hint_before_a_third_party_package() -> None:
+    said = message("csv", "tracker")
+    assert said.startswith("unknown tracker 'csv'; d9d calls it 'jsonl'")
+    assert said.endswith("install it with: pip install ./examples/other")
+
+
+def test_a_first_party_package_goes_before_a_third_party_one(install: Install) -> None:
+    assert message("expert_parallel").endswith("comes from d9d-mixture; install it with: pip install d9d-mixture")
 
 
 def test_a_near_miss_suggests_the_installed_name(install: Install) -> None:

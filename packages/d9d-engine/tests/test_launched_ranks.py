@@ -18,9 +18,10 @@ from typing import Any, cast
 import pytest
 from d9d_engine.launch import agent
 from d9d_engine.launch import ranks as module
-from d9d_engine.launch.agent import Launch, cause
+from d9d_engine.launch.agent import Launch, Machines, cause
 from d9d_engine.launch.link import VARIABLE, Link
 from d9d_engine.launch.ranks import Ended, Rank, Ranks
+from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import STOPPED, Interrupts
 from d9d_engine.supervision.failure import Failure
 
@@ -313,7 +314,9 @@ class Attempts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Ended) -> None:
         self.outcomes, self.given = list(outcomes), list[Any]()
 
-        def run_ranks(arguments: Any, processes: int, signals: list[int], patience: float, _environ: Any) -> Ended:
+        def run_ranks(
+            arguments: Any, processes: int, signals: list[int], patience: float, _environ: Any, machines: Any
+        ) -> Ended:
             self.given.append((arguments, processes, list(signals), patience))
             return self.outcomes.pop(0)
 
@@ -422,6 +425,30 @@ def test_each_process_knows_its_rank_and_the_rendezvous(monkeypatch: pytest.Monk
     }  # fmt: skip
     each = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
     assert given == [("-m", "x"), each, None, [3], 5.0]
+
+
+def test_processes_of_several_machines_meet_at_the_first_machine() -> None:
+    machines = Machines(3, 1, "node-a", 1234)
+    given = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "9", "OMP_NUM_THREADS": "5"}
+    with agent.rank_environments(2, given, machines) as each:
+        common = {
+            "OMP_NUM_THREADS": "5", "MASTER_ADDR": "node-a", "MASTER_PORT": "1234", "GROUP_RANK": "1",
+            "GROUP_WORLD_SIZE": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2",
+        }  # fmt: skip
+        assert each == [{**common, "RANK": rank, "LOCAL_RANK": local} for rank, local in (("2", "0"), ("3", "1"))]
+    for environ, rank in zip(each, (2, 3), strict=True):
+        env = ProcessEnv.from_environment(environ)
+        assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (rank, rank - 2, 6, 2)
+        assert (env.node_rank, env.num_nodes, env.master) == (1, 3, ("node-a", 1234))
+
+
+def test_a_failure_is_named_by_its_rank_among_all_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Attempts(monkeypatch, Ended([rank_that_failed(1, 1, -9, None)], None, True, False))
+    machines = Machines(2, 1, "node-a")
+    assert Launch(("-m", "job"), 4, 0, lambda rank: f"rank {rank}", 30.0, machines=machines).run() == 1
+    assert capsys.readouterr().err.startswith("rank 5 on ")
 
 
 def test_messages_of_a_link_arrive_whole_and_in_order() -> None:

@@ -480,3 +480,12 @@ def test_early_stopping_keeps_its_count_only_with_the_same_series_and_whole_numb
         stopping = EarlyStopping(EarlyStoppingConfig(series="eval/loss"))
         stopping.load_state({**good, **changes})
         assert stopping.state() == ({**good, **changes} if kept else start)
+
+
+def test_processes_of_several_machines_are_loaded_together() -> None:
+    found: list[Any] = []
+    job: Any = SimpleNamespace(check=found.append)
+    assert for_processes(lambda count, again: found.append((count, again)) or job, "4", 3) is job
+    assert found == [(12, False), 12]
+    with pytest.raises(JobError, match="--nproc N"):
+        for_processes(cast("Any", None), "auto", 3)

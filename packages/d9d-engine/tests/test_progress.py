@@ -15,7 +15,7 @@ import sys
 import termios
 
 import pytest
-from d9d_engine.run.progress import ProgressBar, _Curve
+from d9d_engine.run.progress import ProgressBar, _Curve, lines_of
 from d9d_weights import progress
 from d9d_weights.progress import SampleBar
 
@@ -197,6 +197,15 @@ def test_the_text_below_a_bar_has_a_curve_of_24_characters_and_the_first_known_m
     assert len(curve) == 24
     bar.logged({"memory/allocated_gib": 1.0, "memory/resident_gib": 3.0, "loss": 5.0})
     assert bar._text_below() == f"loss 2.000 {curve}  lr 1.0e-01  memory 1.0 GiB  saved at step 7"
+
+
+def test_lines_below_a_bar_end_between_two_values() -> None:
+    parts = ["loss 2.000 ▁▂▃", "lr 1.0e-01", "12,000 tokens/s", "saved at step 7"]
+    assert lines_of(parts, 200) == ["  ".join(parts)]
+    assert lines_of(parts, 26) == ["  ".join(parts[:2]), parts[2], parts[3]]
+    assert lines_of(parts, 25) == parts
+    assert lines_of(parts, 3) == parts
+    assert lines_of([], 80) == []
 
 
 def test_the_label_and_the_text_of_a_bar_name_an_activity_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from d9d_core.errors import JobError
 from d9d_engine.cli import train
+from d9d_engine.launch.agent import Machines
 from d9d_engine.run.interrupt import Interrupts
 from typer.testing import CliRunner
 
@@ -22,15 +23,15 @@ def invoked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
     def run(*words: str, launcher: str | None = None) -> tuple[list[Any], Any]:
         happened: list[Any] = []
 
-        def launch(_job: object, command: list[str], restarts: int, _interrupts: object) -> int:
-            happened.append(("launch", command, restarts))
+        def launch(_job: object, command: list[str], restarts: int, _interrupts: object, machines: object) -> int:
+            happened.append(("launch", command, restarts, *[machines] * (machines is not None)))
             return 7
 
-        def processes(_load: object, nproc: str | None) -> str:
-            happened.append(("processes", nproc))
+        def processes(_load: object, nproc: str | None, nodes: int) -> str:
+            happened.append(("processes", nproc, *[nodes] * (nodes > 1)))
             return "job"
 
-        def process(_environ: object, alone: bool) -> Any:
+        def process(_environ: object, alone: bool, _machines: object) -> Any:
             happened.append(("alone", alone))
             return SimpleNamespace(launcher=launcher)
 
@@ -53,6 +54,38 @@ def test_output_is_incidental_before_anything_else_and_restarts_are_counted(invo
     happened, _ = invoked("--max-restarts", "3", "--alone")
     assert happened[:3] == ["incidental", ("alone", True), ("processes", None)]
     assert happened[3][2] == 3
+
+
+def test_processes_of_several_machines_are_started_on_each(invoked: Any, tmp_path: Path) -> None:
+    several = ("--nodes", "3", "--node-rank", "1", "--master")
+    happened, result = invoked("--nproc", "2", *several, "node-a:77")
+    assert result.exit_code == 7
+    assert happened[2:] == [
+        ("processes", "2", 3), ("launch", ["train", str(tmp_path / "job.yaml")], 0, Machines(3, 1, "node-a", 77)),
+    ]  # fmt: skip
+    for master, machines in {
+        "node-a": Machines(3, 1, "node-a", 29500), "fe80::1": Machines(3, 1, "fe80::1", 29500),
+        "[fe80::1]:5": Machines(3, 1, "fe80::1", 5), "10.0.0.1:5": Machines(3, 1, "10.0.0.1", 5),
+    }.items():  # fmt: skip
+        assert invoked("--nproc", "2", *several, master)[0][-1][-1] == machines
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nodes", "2", "--nproc", "1"), "--node-rank and --master are missing"),
+        (("--master", "a", "--node-rank", "0", "--nproc", "1"), "--nodes is missing"),
+        (("--nodes", "1", "--node-rank", "0", "--master", "a"), "leave out --nodes"),
+        (("--nodes", "2", "--node-rank", "2", "--master", "a"), "give 0 to 1, another on each machine"),
+        (("--nodes", "2", "--node-rank", "0", "--master", ":5"), "is not HOST or HOST:PORT"),
+        (("--nodes", "2", "--node-rank", "0", "--master", "a:99999"), "is not HOST or HOST:PORT"),
+        (("--nodes", "2", "--node-rank", "0", "--master", "a", "--max-restarts", "1"), "cannot start again together"),
+    ],
+)
+def test_wrong_options_of_several_machines_are_errors(invoked: Any, words: tuple[str, ...], said: str) -> None:
+    _, result = invoked(*words)
+    assert isinstance(result.exception, JobError)
+    assert said in str(result.exception)
 
 
 def test_processes_of_another_launcher_are_not_launched_again(invoked: Any) -> None:

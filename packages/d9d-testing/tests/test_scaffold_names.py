@@ -37,8 +37,10 @@ def test_the_command_writes_the_package_where_it_is_told_and_says_what_follows(
     new_plugin("acme-bits", "metric", tmp_path / "else" / "where")
     new_plugin("acme-bobs", "metric", None)
     for root, name in ((tmp_path / "else" / "where", "acme-bits"), (tmp_path / "acme-bobs", "acme-bobs")):
-        assert {str(file.relative_to(root)) for file in root.rglob("*.*")} >= set(plugin_files(name, "metric"))
-    assert "cd acme-bobs" in capsys.readouterr().out
+        assert {str(file.relative_to(root)) for file in root.rglob("*")} >= set(plugin_files(name, "metric"))
+    said = capsys.readouterr().out
+    assert "cd acme-bobs" in said
+    assert "fill in before a release: the addresses in pyproject.toml, and the name in LICENSE" in said
 
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -52,15 +54,17 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_package_has_its_names_files_and_requirements(tmp_path: Path) -> None:
     made = plugin_files("Acme.Bits-2", "metric")
     assert list(made) == [
-        "src/acme_bits_2/__init__.py", "src/acme_bits_2/plugin.py", "pyproject.toml", "README.md",
-        "src/acme_bits_2/metric.py", "tests/test_metric.py", "src/acme_bits_2/config.py", "src/acme_bits_2/py.typed",
-        "job.yaml",
+        "pyproject.toml", "README.md", "LICENSE", ".github/workflows/ci.yml", "src/acme_bits_2/__init__.py",
+        "src/acme_bits_2/plugin.py", "src/acme_bits_2/conformance.py", "tests/test_metric.py",
+        "src/acme_bits_2/metric.py", "src/acme_bits_2/config.py", "src/acme_bits_2/py.typed", "job.yaml",
     ]  # fmt: skip
     assert 'name = "acme-bits-2"' in made["pyproject.toml"]
     assert '"d9d-core>=0.1"' in made["pyproject.toml"]
     assert 'config=Ref("acme_bits_2.config:AcmeBits2Config")' in made["src/acme_bits_2/plugin.py"]
     assert made["job.yaml"].startswith("# Trains in seconds on a CPU: d9d train job.yaml\n")
     assert made["src/acme_bits_2/py.typed"] == ""
+    # The workflow's own expressions are the only dollar signs.
+    made[".github/workflows/ci.yml"] = made[".github/workflows/ci.yml"].replace("${{ matrix.", "")
     assert not any("${" in text or "{Name}" in text or "{name}" in text for text in made.values())
     written = write_plugin(tmp_path / "new", "acme-bits", "metric")
     assert written == sorted(path for path in (tmp_path / "new").rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Helpers of the conformance suites: comparisons of collectives, files, tensors and imports, and drawn tensors."""
+"""Helpers of the conformance suites: comparisons of collectives, files and tensors, and drawn tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_core.strategy import Collective, Kind
 from d9d_engine.distributed.simulate import simulated_world
 from d9d_testing.collectives import CollectiveRecorder, differences
 from d9d_testing.suites.lr_schedule import LrScheduleSuite
-from d9d_testing.suites.support import imports, killed_runs, models, optimizer_ranks, watched_runs
+from d9d_testing.suites.support import killed_runs, models, optimizer_ranks, watched_runs
 from d9d_testing.suites.support.component import plain_json
 from d9d_testing.suites.support.tensors import HostReads, bits, differing, facts, overlapping
 from d9d_testing.world import world
@@ -231,35 +231,6 @@ def test_poison_shows_until_everything_is_initialised() -> None:
         module.weight[1:] = 0.0
     assert models.is_poisoned(module.weight)  # one element is enough
     assert models.gradients_of(module) == {}
-
-
-# --- imports
-
-
-def test_imports_and_references_are_found_in_a_source() -> None:
-    source = 'import a.b, c\nfrom d.e import f, g as h\nfrom . import i\nRef("d9d_x.y:z"); Ref("other:z")\n'
-    assert list(imports.imported_modules(source)) == [("a.b", ""), ("c", ""), ("d.e", "f"), ("d.e", "g")]
-    assert list(imports.references(source)) == [("d9d_x.y", "z")]
-
-
-def test_only_names_of_declared_modules_may_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = imports.Declared(
-        packages=frozenset({"d9d_a", "d9d_b"}), foundation=frozenset({"d9d_a"}), outer=frozenset({"d9d_tool"}),
-        for_suites=frozenset({"d9d_a.suite"}),
-        names={"d9d_a.open": frozenset({"x"}), "d9d_a.suite": frozenset({"y"})},
-    )  # fmt: skip
-    monkeypatch.setattr(imports, "declared", lambda: known)
-    uses = [
-        ("d9d_a.open", "x"), ("d9d_a.open", "z"), ("d9d_a.open", ""), ("d9d_a.open", "*"), ("d9d_a.secret", "*"),
-        ("d9d_a.secret", ""), ("d9d_a.suite", "y"), ("d9d_a", "open"), ("d9d_b.any", "x"), ("torch", "nn"),
-    ]  # fmt: skip
-    refused = ["z of d9d_a.open", "* of d9d_a.secret", "all of d9d_a.secret", "y of d9d_a.suite", "x of d9d_b.any"]
-    assert imports.undeclared(uses) == refused
-    assert imports.undeclared(uses, suites=True) == [text for text in refused if "suite" not in text]
-    assert imports.undeclared(uses, {"d9d_a"}) == ["x of d9d_b.any"]
-    assert known.exempt("d9d_c") == {"d9d_c"}
-    assert known.exempt("d9d_a") == {"d9d_a"}
-    assert known.exempt("d9d_tool") == {"d9d_a", "d9d_tool"}
 
 
 # --- learning-rate schedules

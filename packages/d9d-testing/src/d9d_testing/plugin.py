@@ -1,4 +1,4 @@
-"""Declaration of the command ``new plugin``."""
+"""Declarations of the commands ``new plugin`` and ``plugins conform``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ D9D_API = 2
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Record of the command ``d9d new plugin``."""
+    """Records of the commands ``d9d new plugin`` and ``d9d plugins conform``."""
     yield CommandSpec(
         name="plugin",
         group="new",
         summary="Write the skeleton of a plugin package.",
         app=Ref("d9d_testing.scaffold.command:app"),
+    )
+    yield CommandSpec(
+        name="conform",
+        group="plugins",
+        summary="Run the conformance suites of a plugin's components.",
+        app=Ref("d9d_testing.conformance.command:app"),
     )

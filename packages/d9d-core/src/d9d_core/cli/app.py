@@ -8,11 +8,11 @@ import os
 import sys
 from contextlib import redirect_stdout
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from d9d_core.cli.group import PluginGroup
+from d9d_core.cli.group import OpenGroup, PluginGroup
 from d9d_core.cli.options import (
     AsJson,
     Files,
@@ -45,7 +45,7 @@ app = typer.Typer(
     help="Distributed PyTorch training as an ecosystem of small plugins.",
     epilog=DOCUMENTATION,
 )
-plugins = typer.Typer(no_args_is_help=True, help="List installed plugins and check that they load.")
+plugins = typer.Typer(cls=OpenGroup, no_args_is_help=True, help="List installed plugins and check that they load.")
 app.add_typer(plugins, name="plugins")
 
 
@@ -74,7 +74,10 @@ def run() -> None:
 
 
 def _own_commands() -> set[str]:
-    return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    """Names of d9d-core's commands; a command of a group has two words."""
+    group: Any = typer.main.get_command(app)
+    inner = {f"plugins {name}" for name in group.commands["plugins"].commands}
+    return {*group.commands, *inner}
 
 
 def _version(wanted: bool) -> None:

@@ -49,7 +49,9 @@ class PluginGroup(typer.core.TyperGroup):
         names = {entry.spec.key for entry in self._registry.entries("command")}
         if any(name.startswith(f"{cmd_name} ") for name in {*names, *KnownPlugins.shipped().names("command")}):
             return _Words(cmd_name, self._registry)
-        if cmd_name.rpartition("/")[2] not in names and KnownPlugins.shipped().home("command", cmd_name) is None:
+        known = KnownPlugins.shipped()
+        elsewhere = known.home("command", cmd_name) or known.third_party("command", cmd_name)
+        if cmd_name.rpartition("/")[2] not in names and not elsewhere:
             return None
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
 
@@ -132,6 +134,27 @@ def shadowed_commands(registry: Registry, own: Collection[str], among: Collectio
         and entry.origin.distribution not in FOUNDATION
         and (among is None or entry.origin.distribution in among)
     ]
+
+
+class OpenGroup(typer.core.TyperGroup):
+    """Group of d9d-core's commands to which packages add commands, such as ``plugins conform`` of d9d-testing."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of d9d-core's commands, then of the added ones."""
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in self._added.list_commands(ctx) if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Command of this name; ``None`` if neither d9d-core nor another package has it.
+
+        Raises:
+            PluginError: several plugins declare the command, or the package that provides it is not installed.
+        """
+        return super().get_command(ctx, cmd_name) or self._added.get_command(ctx, cmd_name)
+
+    @cached_property
+    def _added(self) -> _Words:
+        return _Words(str(self.name), discover(PluginPolicy.from_environment(os.environ)))
 
 
 class _Words(typer.core.TyperGroup):

@@ -29,7 +29,12 @@ Files = Annotated[
     list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin; may be repeated.")
 ]
 NoPlugins = Annotated[bool, typer.Option("--no-plugins", help="Load no installed plugin.")]
-Strict = Annotated[bool, typer.Option("--strict-plugins", help="Any problem with any plugin is an error.")]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict-plugins", help="Any problem with any plugin, such as a private or deprecated name, is an error."
+    ),
+]
 Memory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Memory of a device that the job must fit into, such as 80GiB or 141GB."),

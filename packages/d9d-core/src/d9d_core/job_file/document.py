@@ -101,6 +101,8 @@ class Document:
             location: location of the value.
             whole: whether the value as a whole matters, so that an override of any of its fields is named.
         """
+        if (*location, "name") in self.overrides:  # the component that another name selects
+            return f"--set {dotted((*location, 'name'))}"
         for length in range(len(location), 0, -1):
             part = location[:length]
             given = sorted(dotted(one) for one in self.overrides if one[:length] == part)
@@ -132,7 +134,12 @@ class Document:
 
 def after_place(where: str, text: str) -> str:
     """Text of an error after its place; the name of a field that ``--set`` changed is not repeated."""
-    return f"--set {text}" if text.startswith(f"{where.removeprefix('--set ')}:") else f"{where}: {text}"
+    field = where.removeprefix("--set ")
+    if field != where:
+        for said in (field, field.removesuffix(".name")):
+            if text.startswith(f"{said}:"):
+                return f"{where}{text.removeprefix(said)}"
+    return f"{where}: {text}"
 
 
 def location_of(path: str) -> Location:

@@ -46,12 +46,13 @@ def api_findings(registry: Registry, among: Collection[str] | None = None, api: 
 
     Args:
         registry: records of the installed plugins.
-        among: distributions to check; all by default. The foundation is released together and not checked.
+        among: distributions to check; all by default. The foundation is released together, so it is not checked.
         api: public API; by default of the installed d9d-core.
     """
     api = api or Api.shipped()
     for origin in registry.plugins:
-        if origin.distribution not in FOUNDATION and (among is None or origin.distribution in among):
+        package = origin.module.partition(".")[0]
+        if normalise(package) not in FOUNDATION and (among is None or origin.distribution in among):
             own = [entry for entry in registry.entries() if entry.origin == origin]
             yield from (Finding(origin, *found) for found in _of_plugin(origin, own, api))
 
@@ -104,7 +105,7 @@ def _uses(file: Path) -> list[Use]:
     try:
         source = file.read_text("utf-8")
         return [*imported_modules(source), *references(source)]
-    except (SyntaxError, ValueError, OSError):  # a template, or for another Python
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):  # a template, or for another Python
         return []
 
 
@@ -130,12 +131,11 @@ def _of_use(
 
 
 def _allowed(origin: Origin) -> dict[str, tuple[str, SpecifierSet]]:
-    """Requirements of a plugin's distribution without those of extras: distribution -> text and versions."""
+    """Requirements of a plugin's distribution, without its extras: distribution -> text and versions."""
     try:
-        texts = importlib.metadata.requires(origin.distribution) or []
-    except importlib.metadata.PackageNotFoundError:
+        parsed = [Requirement(text) for text in importlib.metadata.requires(origin.distribution) or []]
+    except Exception:  # a single file has no metadata, and metadata may be damaged
         return {}
-    parsed = [Requirement(text) for text in texts]
     return {
         normalise(each.name): (f"{each.name}{each.specifier}", each.specifier)
         for each in parsed

@@ -169,20 +169,37 @@ class Registry:
     def _raise_missing(self, kind: str, name: str, distribution: str) -> None:
         known = self._known.home(kind, name)
         home = normalise(distribution) or known
+        homes = [home] if home else [other.distribution for other in self._known.third_party(kind, name)]
         broken = [problem for problem in self.problems if not problem.loaded]
         for problem in broken:
-            if home and problem.origin.is_called(home):
+            if any(problem.origin.is_called(place) for place in homes):
                 text = f"{kind} '{name}' comes from {problem.origin}, which {problem.text}"
                 raise plugin_error(text, problem.error) from problem.error
-        if home and home in self.blocked:
-            raise PluginError(f"{kind} '{name}' comes from {home}, which is not loaded: {self.blocked[home]}")
+        for place in homes:
+            if place in self.blocked:
+                raise PluginError(f"{kind} '{name}' comes from {place}, which is not loaded: {self.blocked[place]}")
         absent = home and not any(origin.is_called(distribution or home) for origin in self.plugins)
         if absent and home == known:
             raise PluginError(f"{kind} '{name}' comes from {home}; install it with: pip install {home}")
+        others = self._by_third_parties(kind, name, normalise(distribution)) if absent or not home else ""
+        if others and find(name, [kind]):  # a word of another tool, for which d9d has a component of its own
+            raise PluginError(f"{self._unknown(kind, name, home, broken)}; or {others}")
+        if others:
+            raise PluginError(f"unknown {kind} '{name}': {others}")
         if absent:
             as_file = f"{_AS_FILES[kind]}; " if kind in _AS_FILES else ""
             raise PluginError(f"no plugin '{distribution}' is installed; {as_file}{self._offers(kind, name)}")
         raise PluginError(self._unknown(kind, name, home, broken))
+
+    def _by_third_parties(self, kind: str, name: str, distribution: str) -> str:
+        """Advice to install a third-party package of d9d's list that offers the name; empty if there is none."""
+        loaded = {origin.distribution for origin in self.plugins}
+        offers = [
+            f"it comes from {other}, which d9d's authors do not check; install it with: pip install {other.install}"
+            for other in self._known.third_party(kind, name)
+            if distribution in ("", other.distribution) and other.distribution not in loaded
+        ]
+        return "; or ".join(offers)
 
     def _offers(self, kind: str, name: str) -> str:
         if same := self._table[kind].get(name):

@@ -20,6 +20,7 @@ from d9d_engine.launch.start import (
     for_processes,
     joined_process,
     launch,
+    machines_of,
     option_words,
     process_of_launcher,
     start_up,
@@ -43,14 +44,24 @@ def train(
             metavar="N", help="Number of restarts of all processes after one of them died; implies --nproc.", min=0
         ),
     ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", help="Machines; start the command on each of them, with --nproc.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(metavar="K", help="Number of this machine, from 0; another on each machine.")
+    ] = None,
+    master: Annotated[
+        str | None, typer.Option(metavar="HOST[:PORT]", help="Address of machine 0, where all processes meet.")
+    ] = None,
     alone: Alone = False,
 ) -> None:
     """Train. Continues from the newest checkpoint of the run, if there is one."""
     with Interrupts().noted() as interrupts:
         output_is_incidental()
         try:
-            env = process_of_launcher(os.environ, alone)
-            if nproc is None and max_restarts is None:
+            machines = machines_of(nodes, node_rank, master)
+            env = process_of_launcher(os.environ, alone, machines)
+            if nproc is None and max_restarts is None and machines is None:
                 with running(env, os.environ, interrupts) as process:
                     status = _train(
                         process,
@@ -64,10 +75,12 @@ def train(
             def load(world_size: int | None, again: bool) -> Job:
                 return load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, again, world_size)
 
+            if machines is not None and max_restarts:
+                raise JobError("--max-restarts: machines cannot start again together; leave it to what starts them")
             with interrupts.raised():
-                loaded = for_processes(load, nproc)
+                loaded = for_processes(load, nproc, 1 if machines is None else machines.count)
             options = option_words(overrides, plugin, no_plugins, strict_plugins)
-            status = launch(loaded, ["train", str(job), *options], max_restarts or 0, interrupts)
+            status = launch(loaded, ["train", str(job), *options], max_restarts or 0, interrupts, machines)
             raise typer.Exit(status)
         except Terminated as signal:
             typer.echo(f"{signal}: stopped during start-up; nothing was trained", err=True)

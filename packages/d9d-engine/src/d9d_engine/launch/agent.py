@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
+from d9d_core.errors import JobError
 from d9d_core.untrusted import visible
 
 from d9d_engine.launch.ranks import Ended, Rank, Ranks
@@ -26,6 +27,53 @@ from d9d_engine.run.interrupt import STOPPED, Interrupts, stop_signals
 from d9d_engine.supervision.failure import Failure
 
 _LOOPBACK = "127.0.0.1"
+#: Port of the rendezvous of several machines, as in torch's examples.
+PORT = 29_500
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Machines on which one launcher each starts the same number of a job's processes.
+
+    Attributes:
+        count: number of machines, two or more.
+        rank: number of this machine, from 0.
+        host: address at which rank 0, on machine 0, serves the store for the rendezvous.
+        port: port of the store.
+    """
+
+    count: int
+    rank: int
+    host: str
+    port: int = PORT
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise JobError(f"--nodes: {self.count} is no number of several machines; leave out --nodes for one machine")
+        if not 0 <= self.rank < self.count:
+            raise JobError(
+                f"--node-rank: {self.rank} does not exist; give 0 to {self.count - 1}, another on each machine"
+            )
+        if not self.host or not 0 < self.port < 65_536:
+            raise JobError(f"--master: '{self.host}:{self.port}' is not HOST or HOST:PORT; name machine 0")
+
+    def environment(self, processes: int, rank: int) -> dict[str, str]:
+        """Variables, as torchrun sets them, of a process of this machine.
+
+        Args:
+            processes: number of processes on each machine.
+            rank: number of the process on this machine.
+        """
+        return {
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "GROUP_RANK": str(self.rank),
+            "GROUP_WORLD_SIZE": str(self.count),
+            "WORLD_SIZE": str(self.count * processes),
+            "RANK": str(self.rank * processes + rank),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "LOCAL_RANK": str(rank),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +87,7 @@ class Launch:
         name_of: rank -> name of the rank in messages.
         patience: seconds within which the last process must end after the first process ended without a failure.
         environ: environment variables to extend; by default, the variables of this process.
+        machines: machines that share the job; ``None`` if all processes are on this one.
     """
 
     arguments: Sequence[str]
@@ -47,6 +96,7 @@ class Launch:
     name_of: Callable[[int], str]
     patience: float = 600.0
     environ: Mapping[str, str] | None = None
+    machines: Machines | None = None
 
     def run(self, interrupts: Interrupts | None = None) -> int:
         """Run until all processes have ended; prints the cause of a failure.
@@ -62,8 +112,10 @@ class Launch:
             if interrupts is not None and interrupts.requested:
                 signals.append(signal.Signals[interrupts.requested])
             for attempt in range(self.restarts + 1):
-                ended = run_ranks(self.arguments, self.processes, signals, self.patience, self.environ)
-                failure = cause(ended.failed, self.name_of) if ended.failed else None
+                ended = run_ranks(
+                    self.arguments, self.processes, signals, self.patience, self.environ, machines=self.machines
+                )
+                failure = cause(ended.failed, self._name_of) if ended.failed else None
                 if ended.asked is not None:
                     return _stopped(ended, failure, first=attempt == 0)
                 if failure is None:
@@ -75,6 +127,11 @@ class Launch:
                 _say(f"starting all {self.processes} processes again (restart {attempt + 1} of {self.restarts})")
         raise AssertionError("the last attempt returns")
 
+    def _name_of(self, number: int) -> str:
+        """Name of a process of this machine."""
+        before = 0 if self.machines is None else self.machines.rank * self.processes
+        return self.name_of(before + number)
+
 
 def run_ranks(
     arguments: Sequence[str],
@@ -83,6 +140,7 @@ def run_ranks(
     patience: float,
     environ: Mapping[str, str] | None = None,
     output: IO[str] | None = None,
+    machines: Machines | None = None,
 ) -> Ended:
     """Run processes on this machine with torchrun's environment variables, until all have ended.
 
@@ -93,21 +151,31 @@ def run_ranks(
         patience: seconds within which the last process must end after the first process ended without a failure.
         environ: environment variables; by default, the variables of this process.
         output: file for the output of the processes; by default, the output of this process.
+        machines: machines that share the job; ``None`` if all processes are on this one.
     """
-    with rank_environments(processes, environ) as each:
+    with rank_environments(processes, environ, machines) as each:
         return Ranks(arguments, each, output).wait(signals, patience)
 
 
 @contextmanager
-def rank_environments(processes: int, environ: Mapping[str, str] | None = None) -> Iterator[Sequence[dict[str, str]]]:
+def rank_environments(
+    processes: int, environ: Mapping[str, str] | None = None, machines: Machines | None = None
+) -> Iterator[Sequence[dict[str, str]]]:
     """Yield torchrun's environment variables for each rank, with a store that this process serves inside the block.
 
     Args:
         processes: number of processes on this machine.
         environ: environment variables to extend; by default, the variables of this process.
+        machines: machines that share the job, whose rank 0 serves the store; ``None`` if all processes are on this one.
     """
+    given = dict(os.environ if environ is None else environ)
+    if machines is not None:
+        own = {"OMP_NUM_THREADS": _environment(processes)["OMP_NUM_THREADS"]} | given
+        own.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        yield [{**own, **machines.environment(processes, rank)} for rank in range(processes)]
+        return
     store = _loopback_store()  # serves until it is deleted
-    common = _environment(processes) | dict(os.environ if environ is None else environ)
+    common = _environment(processes) | given
     common |= {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
     sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     yield [{**common, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,7 @@ from d9d_engine.run.interrupt import Interrupts, Terminated
 
 if TYPE_CHECKING:
     from d9d_engine.distributed.mesh import Topology
+    from d9d_engine.launch.agent import Machines
 
 Runs = TypeVar("Runs", bound=JoinsProcesses)
 
@@ -40,12 +42,13 @@ Alone = Annotated[
 ]
 
 
-def process_of_launcher(environ: MutableMapping[str, str], alone: bool) -> ProcessEnv:
+def process_of_launcher(environ: MutableMapping[str, str], alone: bool, machines: Machines | None = None) -> ProcessEnv:
     """Rank and sizes of this process, from its launcher's variables; refuses to run alone on one of several machines.
 
     Args:
         environ: environment variables; with ``alone``, the variables of launchers are removed.
         alone: whether the user gave ``--alone``.
+        machines: machines that the user named.
 
     Raises:
         JobError: variables are malformed, or this machine is one of several.
@@ -59,8 +62,10 @@ def process_of_launcher(environ: MutableMapping[str, str], alone: bool) -> Proce
             "rendezvous, is not set; set it to the machine of rank 0, such as mpirun -x MASTER_ADDR=$(hostname) ..., "
             "or give --alone if these variables are left over from another program"
         )
-    if env.launcher is None and not alone and (warning := refuse_one_of_several_machines(environ, sys.argv[1:])):
-        print_note(warning)
+    if env.launcher is None and not alone and machines is None:
+        warning = refuse_one_of_several_machines(environ, sys.argv[1:])
+        if warning is not None:
+            print_note(warning)
     return env
 
 
@@ -147,19 +152,22 @@ def start_up(interrupts: Interrupts | None = None, alone: bool = False, nothing:
         raise KeyboardInterrupt(f"during start-up; nothing was {nothing}") from None
 
 
-def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -> Runs:
+def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None, nodes: int = 1) -> Runs:
     """Load a job and check it for the number of processes that will be started.
 
     Args:
         load: loads the job for a number of processes; the second argument says whether the job is read again.
-        nproc: number of processes, ``auto``, or ``None`` for as many as the mesh needs.
+        nproc: number of processes of a machine, ``auto``, or ``None`` for as many as the mesh needs.
+        nodes: number of machines.
     """
     if nproc is not None and nproc != "auto":
         if not nproc.isdecimal() or int(nproc) < 1:
             raise JobError(f"--nproc: '{nproc}' is not a number of processes; give 1 or more, or auto")
-        job = load(int(nproc), False)
-        job.check(int(nproc))
+        job = load(int(nproc) * nodes, False)
+        job.check(int(nproc) * nodes)
         return job
+    if nodes > 1:
+        raise JobError("--nodes: the number of processes on each machine is open; give it as --nproc N")
     job = load(1, False)
     processes = job.mesh.world_size
     if job.source.auto is not None or (nproc == "auto" and "mesh" not in job.source.document.values):
@@ -171,11 +179,47 @@ def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -
     return job
 
 
-def launch(job: JoinsProcesses, arguments: list[str], restarts: int, interrupts: Interrupts) -> int:
-    """Start the processes of a job on this machine and wait for them; return the exit status."""
+def machines_of(nodes: int | None, node_rank: int | None, master: str | None) -> Machines | None:
+    """Machines that share a job, from the command line; ``None`` for this machine alone.
+
+    Raises:
+        JobError: an option is missing or wrong.
+    """
+    given = {"--nodes": nodes, "--node-rank": node_rank, "--master": master}
+    if all(value is None for value in given.values()):
+        return None
+    missing = [name for name, value in given.items() if value is None]
+    if nodes is None or node_rank is None or master is None:
+        raise JobError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: several machines need "
+            "--nodes N, --node-rank 0 to N-1, and --master with the address of machine 0"
+        )
+    from d9d_engine.launch.agent import PORT, Machines
+
+    found = re.fullmatch(r"(\[[^\]]*\]|[^:]*):(\d+)", master)  # an IPv6 address with a port is in brackets
+    host, port = (found[1].strip("[]"), int(found[2])) if found else (master, PORT)
+    return Machines(nodes, node_rank, host, port)
+
+
+def launch(
+    job: JoinsProcesses,
+    arguments: list[str],
+    restarts: int,
+    interrupts: Interrupts,
+    machines: Machines | None = None,
+) -> int:
+    """Start the processes of a job on this machine and wait for them; return the exit status.
+
+    Args:
+        job: job, loaded for the processes of all machines.
+        arguments: arguments of ``d9d`` in each process.
+        restarts: number of restarts of all processes after a failure.
+        interrupts: stop requests, which may have arrived already.
+        machines: machines that share the job; ``None`` if all processes are on this one.
+    """
     from d9d_engine.launch.agent import Launch
 
-    if job.source.note is not None:
+    if job.source.note is not None and (machines is None or machines.rank == 0):
         print_note(job.source.note)
     with start_up(), interrupts_deferred():
         from d9d_engine.distributed.mesh import describe_rank
@@ -183,7 +227,7 @@ def launch(job: JoinsProcesses, arguments: list[str], restarts: int, interrupts:
     def name_of(rank: int) -> str:
         return describe_rank(job.mesh.sizes(), rank)
 
-    processes = job.mesh.world_size
+    processes = job.mesh.world_size // (1 if machines is None else machines.count)
     environ = {**os.environ, VARIABLE: typed_command(sys.argv[1:], os.environ)}
     command = ("-m", "d9d_core", *arguments)
-    return Launch(command, processes, restarts, name_of, job.timeouts.startup, environ).run(interrupts)
+    return Launch(command, processes, restarts, name_of, job.timeouts.startup, environ, machines).run(interrupts)

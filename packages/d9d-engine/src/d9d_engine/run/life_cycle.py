@@ -187,7 +187,7 @@ class LifeCycle:
         self._parts.prefetcher.load_state(self._parts.prefetcher.state())
 
     def _other_size(self) -> str:
-        """Text about a changed number of processes; empty if the number is that of the resumed checkpoint."""
+        """Text about a changed number of processes; empty if the resumed checkpoint has the same number."""
         before = processes_of(self.progress.trained_by or {})
         now = self._parts.topology.world_size
         return "" if before in (None, now) else f", on {now} process{'es' * (now > 1)} instead of {before}"

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from d9d_weights.progress import ChangingProgress, EtaColumn, LogLines, amount, bar_of
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
 from rich.text import Text
 
@@ -24,6 +24,8 @@ _PER_SECOND = 4
 _MEMORY = ("memory/reserved_gib", "memory/allocated_gib", "memory/resident_gib")
 #: Width of the label in characters: the longest is ``evaluating``.
 _LABEL = 10
+#: Space between two values.
+_GAP = "  "
 _SHOWN = ("tokens_per_second", "mfu", "eval/loss", *_MEMORY)
 
 
@@ -54,6 +56,16 @@ class _Curve:
             self._stride *= 2
 
 
+class _Values:
+    """Values with gaps between them, drawn in lines of the terminal's width."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text("\n".join(lines_of(self._text.split(_GAP), options.max_width)), style="dim")
+
+
 class _Display(ChangingProgress):
     """Progress bar with a line of text below.
 
@@ -66,9 +78,9 @@ class _Display(ChangingProgress):
         super().__init__(*columns, **settings)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the progress bar and the line of text below."""
+        """Yield the progress bar and the text below, in lines that end between two values."""
         yield from super().get_renderables()
-        yield Text(self._text_below(), style="dim")
+        yield _Values(self._text_below())
 
     def contents(self) -> Hashable:
         """Contents of the bar and the line of text below."""
@@ -121,7 +133,7 @@ class ProgressBar:
         """Text of the bar: loss, learning rate and speed."""
         if math.isnan(self._lr):
             return ""
-        return "  ".join([f"loss {self._loss:.3f}", f"lr {self._lr:.1e}", *self._speed()])
+        return _GAP.join([f"loss {self._loss:.3f}", f"lr {self._lr:.1e}", *self._speed()])
 
     def issued(self, step: int, lr: float) -> None:
         """Record that step ``step`` (1-based) was launched with this learning rate; its loss follows later."""
@@ -216,7 +228,18 @@ class ProgressBar:
             parts.append(f"saved at step {self._saved}")
         if told:
             parts[0] = told
-        return "  ".join(parts)
+        return _GAP.join(parts)
+
+
+def lines_of(parts: Iterable[str], width: int) -> list[str]:
+    """Join parts to lines of at most ``width`` characters; a longer part is a line of its own."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(_GAP) + len(part) <= width:
+            lines[-1] += _GAP + part
+        else:
+            lines.append(part)
+    return lines
 
 
 def _display(columns: Sequence[ProgressColumn], below: Callable[[], str]) -> _Display | None:

@@ -28,4 +28,5 @@ def new_plugin(
     console = console_for()
     for path in written:
         console.print(f"  {path}")
-    console.print(f'\nnext:\n  cd {root}\n  pip install -e ".[test]"\n  pytest\n  d9d train job.yaml')
+    console.print(f'\nnext:\n  cd {root}\n  pip install -e ".[test]"\n  pytest\n  d9d plugins conform {name}')
+    console.print("fill in before a release: the addresses in pyproject.toml, and the name in LICENSE")

@@ -14,25 +14,36 @@ class Kind:
         summary: one line about the example.
         hook: hook that yields the record.
         spec: class of the record.
+        build: name in the implementation that the record's ``entry`` refers to; ``{name}`` and ``{Name}`` are replaced.
+        entry: field of the record that refers to the implementation; empty if the record is complete without one.
         record: fields of the record in addition to name and summary; ``{package}``, ``{name}`` and ``{Name}`` are
             replaced.
-        section: lines of a job file that select the plugin.
+        imports: names of ``d9d_core.plugin`` that the declaration imports in addition to the record's class.
+        section: lines of a job file that select the plugin; empty if no section does.
         job: sections of ``job.yaml`` that replace sections of :data:`BASE_JOB`; an empty text removes a section.
+        infer: sections of ``infer.yaml`` that replace sections of :data:`INFERENCE_JOB`; ``None``: no such job.
+        commands: commands that use the plugin.
         needs: distributions that the implementation imports, in addition to d9d-core and pydantic.
-        tests: further distributions that the tests and ``job.yaml`` need.
+        tests: further distributions that the tests and the jobs need.
         configured: whether the plugin has a config.
+        module: whether the plugin has a module with the implementation.
     """
 
     summary: str
     hook: str
     spec: str
-    section: str
-    build: str
+    section: str = ""
+    build: str = ""
+    entry: str = "build"
     record: Sequence[str] = ()
+    imports: Sequence[str] = ("Ref",)
     job: Mapping[str, str] = field(default_factory=dict)
+    infer: Mapping[str, str] | None = None
+    commands: Sequence[str] = ("d9d plugins show {name}", "d9d train job.yaml")
     needs: Sequence[str] = ("torch>=2.11",)
     tests: Sequence[str] = ()
     configured: bool = True
+    module: bool = True
 
 
 _MODEL = (
@@ -50,8 +61,18 @@ BASE_JOB: Mapping[str, str] = {
     "batch": "{size: 8, microbatch: 4}",
     "logging": "{every: 5}",
 }
+#: Inference job over the model that :data:`BASE_JOB` trains.
+INFERENCE_JOB: Mapping[str, str] = {
+    "run": "{name: {name}_rows}",
+    "model": '{name: qwen3, pretrained: "runs/{name}/model"}',
+    "task": "perplexity",
+    "data": '{name: text, sources: ["python:topics"], sequence_length: 32}',
+    "limit": "8",
+}
 #: Distributions that :data:`BASE_JOB` needs.
 BASE_PACKAGES = ("d9d-data", "d9d-nn", "d9d-optim", "d9d-qwen3")
+
+_INFERENCE = ("d9d plugins show {name}", "d9d train job.yaml", "d9d infer infer.yaml")
 
 KINDS: Mapping[str, Kind] = {
     "metric": Kind(
@@ -136,7 +157,7 @@ KINDS: Mapping[str, Kind] = {
         record=('handlers=Ref("d9d_pipeline.runtime.handlers:handlers")',),
         section="mesh: {pp: 2}\npipeline: {name}",
         job={"pipeline": "{name}"},
-        needs=("d9d-pipeline>=0.1",),
+        needs=("d9d-pipeline",),
     ),
     "peft": Kind(
         summary="Low-rank adapters of linear layers.",
@@ -164,5 +185,89 @@ KINDS: Mapping[str, Kind] = {
         section="subscribers: [{name}]",
         job={"subscribers": "[{name}]"},
         needs=(),
+    ),
+    "inference_task": Kind(
+        summary="Counts the improbable tokens of each sample.",
+        hook="d9d_inference_tasks",
+        spec="InferenceTaskSpec",
+        build="{Name}",
+        record=('requires={"model:causal_lm"}',),
+        section="task: {name: {name}, below: 0.01}",
+        infer={"task": "{name: {name}, below: 0.01}"},
+        commands=_INFERENCE,
+        tests=("d9d-inference",),
+    ),
+    "writer": Kind(
+        summary="CSV with JSON values as cells.",
+        hook="d9d_writers",
+        spec="WriterSpec",
+        build="{Name}",
+        section="writer: {name}",
+        infer={"writer": "{name}"},
+        commands=_INFERENCE,
+        needs=(),
+        tests=("d9d-inference",),
+    ),
+    "launcher": Kind(
+        summary="Background processes on this machine.",
+        hook="d9d_launchers",
+        spec="LauncherSpec",
+        build="{Name}",
+        commands=("d9d train job.yaml", "d9d launch submit job.yaml --engine {name}", "d9d launch status job.yaml"),
+        needs=(),
+        tests=("d9d-launch",),
+    ),
+    "view": Kind(
+        summary="The mesh as stages, ranks with samples of their own, and ranks that share samples.",
+        hook="d9d_views",
+        spec="ViewSpec",
+        record=(
+            'dims=(ViewDim("stage", ("pp",)), ViewDim("data", ("dp_replicate", "dp_shard")), '
+            'ViewDim("model", ("cp", "tp")))',
+        ),
+        imports=("ViewDim",),
+        commands=("d9d plugins list", "d9d train job.yaml"),
+        needs=(),
+        configured=False,
+        module=False,
+    ),
+    "health_check": Kind(
+        summary="Free space for temporary files.",
+        hook="d9d_health_checks",
+        spec="HealthCheckSpec",
+        build="run",
+        entry="run",
+        commands=("d9d doctor",),
+        needs=(),
+        configured=False,
+    ),
+    "job_check": Kind(
+        summary="Long runs save checkpoints.",
+        hook="d9d_job_checks",
+        spec="JobCheckSpec",
+        build="check",
+        entry="run",
+        commands=("d9d check job.yaml",),
+        needs=(),
+        configured=False,
+    ),
+    "command": Kind(
+        summary="Prints the last logged values of a run.",
+        hook="d9d_commands",
+        spec="CommandSpec",
+        build="app",
+        entry="app",
+        commands=("d9d train job.yaml", "d9d {name} runs/{name}"),
+        needs=("typer>=0.16",),
+        configured=False,
+    ),
+    "capability": Kind(
+        summary="The model has modules with diagnostics().",
+        hook="d9d_capabilities",
+        spec="CapabilitySpec",
+        entry="",
+        commands=("d9d plugins list", "d9d train job.yaml"),
+        imports=(),
+        configured=False,
     ),
 }

@@ -6,6 +6,7 @@ import keyword
 import re
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -15,9 +16,7 @@ from d9d_core.registry.hooks import KINDS as HOOKS
 from d9d_core.registry.hooks import NEWEST_API
 from d9d_core.registry.known import KnownPlugins
 
-from d9d_testing.scaffold.kinds import BASE_JOB, BASE_PACKAGES, KINDS, Kind
-
-_VERSIONS = ">=0.1"
+from d9d_testing.scaffold.kinds import BASE_JOB, BASE_PACKAGES, INFERENCE_JOB, KINDS, Kind
 
 
 def plugin_files(name: str, kind: str) -> dict[str, str]:
@@ -44,13 +43,20 @@ def plugin_files(name: str, kind: str) -> dict[str, str]:
     if home := KnownPlugins.shipped().home(word, package):
         raise PluginError(f"'{name}': the {word} of that name comes from {home}; use another, such as acme-{package}")
     words = _words(package, kind, spec)
-    fill = {f"src/{package}/__init__.py": "common/__init__.py", f"src/{package}/plugin.py": "common/plugin.py"}
-    fill |= {"pyproject.toml": "common/pyproject.toml", "README.md": "common/README.md"}
-    fill |= {f"src/{package}/{kind}.py": f"{kind}/{kind}.py", f"tests/test_{kind}.py": f"{kind}/test_{kind}.py"}
+    fill = {name: f"common/{name}" for name in ("pyproject.toml", "README.md", "LICENSE")}
+    fill |= {".github/workflows/ci.yml": "common/ci.yml"}
+    fill |= {f"src/{package}/{name}": f"common/{name}" for name in ("__init__.py", "plugin.py")}
+    fill |= {f"src/{package}/conformance.py": f"{kind}/conformance.py"}
+    fill |= {f"tests/test_{kind}.py": f"{kind}/test_{kind}.py"}
+    if spec.module:
+        fill[f"src/{package}/{kind}.py"] = f"{kind}/{kind}.py"
     if spec.configured:
         fill[f"src/{package}/config.py"] = f"{kind}/config.py"
     made = {path: template(source).substitute(words) for path, source in fill.items()}
-    return {**made, f"src/{package}/py.typed": "", "job.yaml": _job(package, spec)}
+    made |= {f"src/{package}/py.typed": "", "job.yaml": _job(package, spec)}
+    if spec.infer is not None:
+        made["infer.yaml"] = _inference_job(package, spec.infer)
+    return made
 
 
 def write_plugin(directory: Path, name: str, kind: str) -> list[Path]:
@@ -87,14 +93,11 @@ def template(name: str) -> Template:
 
 def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
     names = {"package": package, "name": package, "Name": "".join(map(str.capitalize, package.split("_")))}
-    record = [_filled(line, names) for line in spec.record]
-    if spec.configured:
-        record.append(f'config=Ref("{package}.config:{names["Name"]}Config")')
-    record.append(f'build=Ref("{package}.{kind}:{_filled(spec.build, names)}")')
-    needs = [f"d9d-core{_VERSIONS}", *spec.needs, *(["pydantic>=2.9,<3"] if spec.configured else [])]
+    needs = [*map(_since, ("d9d-core", *spec.needs)), *(["pydantic>=2.9,<3"] if spec.configured else [])]
     tests = {"d9d-testing", "pytest", "torch", *BASE_PACKAGES, *spec.tests}
     tests -= {re.split("[<>=]", need)[0] for need in needs}
     word = next(hook.name for hook in HOOKS if hook.hook == spec.hook)
+    usage = f"In a job file:\n\n```yaml\n{_filled(spec.section, names)}\n```" if spec.section else spec.summary
     return {
         **names,
         "distribution": package.replace("_", "-"),
@@ -103,20 +106,65 @@ def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
         "summary": spec.summary,
         "hook": spec.hook,
         "Spec": spec.spec,
-        "imports": ", ".join(sorted(["Ref", spec.spec])),
+        "imports": ", ".join(sorted([*spec.imports, spec.spec])),
         "api": str(NEWEST_API),
-        "record": "\n".join(f"        {line}," for line in record),
-        "section": _filled(spec.section, names),
+        # Oldest core that the package admits, which its CI tests, too.
+        "oldest": re.split("[,<]", needs[0].partition(">=")[2])[0],
+        "record": "\n".join(f"        {line}" for line in _record(package, kind, spec, names)),
+        "usage": usage,
+        "commands": "\n".join(f"    {_filled(command, names)}" for command in spec.commands),
+        "table": "\n".join(f"| `{path}` | {what} |" for path, what in _contents(package, kind, spec).items()),
         "dependencies": "\n".join(f'    "{line}",' for line in sorted(needs)),
         "test_dependencies": "\n".join(f'    "{line}",' for line in sorted(tests)),
     }
 
 
+def _since(need: str) -> str:
+    """Requirement for a distribution; for a package of d9d, the installed release of d9d-core or a later one."""
+    return f"{need}>={'.'.join(version('d9d-core').split('.')[:2])}" if need.startswith("d9d-") else need
+
+
+def _record(package: str, kind: str, spec: Kind, names: Mapping[str, str]) -> list[str]:
+    """Lines of the record's fields."""
+    if spec.spec == "CapabilitySpec":  # the only record that is known by a token
+        token = f'token="model:{package}",  # noqa: S106 - a capability token'
+        return [token, f'summary="{spec.summary}",']
+    fields = [f'name="{package}"', f'summary="{spec.summary}"', *(_filled(line, names) for line in spec.record)]
+    if spec.configured:
+        fields.append(f'config=Ref("{package}.config:{names["Name"]}Config")')
+    if spec.module:
+        fields.append(f'{spec.entry}=Ref("{package}.{kind}:{_filled(spec.build, names)}")')
+    return [f"{line}," for line in fields]
+
+
+def _contents(package: str, kind: str, spec: Kind) -> dict[str, str]:
+    """Files of a package -> contents, for its README."""
+    found = {f"src/{package}/plugin.py": "the declaration: a table that imports neither torch nor pydantic"}
+    if spec.configured:
+        found[f"src/{package}/config.py"] = "the fields that a job file may give"
+    if spec.module:
+        found[f"src/{package}/{kind}.py"] = "the implementation"
+    found[f"src/{package}/conformance.py"] = "the conformance suites of d9d-testing, for `d9d plugins conform`"
+    found[f"tests/test_{kind}.py"] = "a test of this plugin"
+    found["job.yaml"] = "a job that trains in seconds, on a CPU"
+    if spec.infer is not None:
+        found["infer.yaml"] = "an inference job over the trained model"
+    found[".github/workflows/ci.yml"] = "tests on every push, with the oldest and the newest core"
+    return found
+
+
 def _job(package: str, spec: Kind) -> str:
-    names = {"name": package}
-    sections = {key: _filled(text, names) for key, text in {**BASE_JOB, **spec.job}.items()}
-    lines = [f"{key}: {text}" for key, text in sections.items()]
-    return "\n".join(["# Trains in seconds on a CPU: d9d train job.yaml", *lines, ""])
+    return _sections("Trains in seconds on a CPU: d9d train job.yaml", {**BASE_JOB, **spec.job}, package)
+
+
+def _inference_job(package: str, sections: Mapping[str, str]) -> str:
+    text = "Runs over the model that job.yaml trains: d9d infer infer.yaml"
+    return _sections(text, {**INFERENCE_JOB, **sections}, package)
+
+
+def _sections(comment: str, sections: Mapping[str, str], package: str) -> str:
+    lines = [f"{key}: {_filled(text, {'name': package})}" for key, text in sections.items()]
+    return "\n".join([f"# {comment}", *lines, ""])
 
 
 def _filled(text: str, names: Mapping[str, str]) -> str:
