@@ -20,8 +20,8 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 #: They import each other's private modules, so an installer must update them together; d9d-all is their sum.
 TOGETHER = {
-    "d9d-all", "d9d-core", "d9d-engine", "d9d-inference", "d9d-planner", "d9d-reports", "d9d-testing", "d9d-verify",
-    "d9d-weights",
+    "d9d-all", "d9d-core", "d9d-engine", "d9d-inference", "d9d-launch", "d9d-planner", "d9d-reports", "d9d-testing",
+    "d9d-verify", "d9d-weights",
 }  # fmt: skip
 VERSION = Version(tomllib.loads((ROOT / "packages/d9d-core/pyproject.toml").read_text())["project"]["version"])
 

@@ -32,7 +32,19 @@ LAYERS = {
     "d9d_core": (
         {"deprecation", "errors", "interpreter", "trees", "types", "untrusted", "words"},
         {"config", "containment", "deferral", "health", "kernel", "metric", "peft", "schedule", "tensors"},
-        {"accumulators", "cost", "data", "forward", "model", "plugin", "subscriber", "terminal", "tracker", "traits"},
+        {
+            "accumulators",
+            "cost",
+            "data",
+            "forward",
+            "launcher",
+            "model",
+            "plugin",
+            "subscriber",
+            "terminal",
+            "tracker",
+            "traits",
+        },
         {"grid", "registry"},
         {"failures", "job_file", "topology"},
         {"strategy", "task"},
@@ -106,6 +118,7 @@ WITH_TENSORS = {"d9d_core.accumulators", "d9d_core.deferral", "d9d_core.tensors"
 INDIRECT = {
     "numpy": "torch needs it to exchange memory with files and pictures, and does not declare it",
     "d9d-engine": "strategies and schedules train nothing without it, so that one `pip install` is enough",
+    "d9d-launch": "engines do nothing without it, so that one `pip install` is enough",
     "alembic": "mlflow-skinny needs it for a store in a database, and does not declare it",
     "sqlalchemy": "likewise",
     "packaging": "liger-kernel needs it, and does not declare it",

@@ -119,7 +119,7 @@ def test_a_scaffold_is_complete_and_small(kind: str) -> None:
     assert project["license"] == "MIT"
     assert "FILL-IN" in project["urls"]["Repository"]
     for path, text in files.items():
-        assert "$" not in text.replace("${{ matrix.", ""), path
+        assert "$" not in text.replace("${{ matrix.", "").replace("echo $? >", ""), path
         if path.endswith(".py"):
             ast.parse(text)
             assert max(map(len, text.splitlines()), default=0) <= 120, path

@@ -34,6 +34,7 @@ WORDS = {
     "tracker": ("tracker", "trackers"),
     "writer": ("writer", "writers"),
     "subscriber": ("subscriber", "subscribers"),
+    "launcher": ("launcher", "launchers"),
 }
 #: Packages that come first in the table: foundation, then d9d-nn; the others follow by name.
 FIRST = ("d9d-core", "d9d-weights", "d9d-engine", "d9d-nn")

@@ -38,7 +38,7 @@ BROKEN = (
 #: Packages in which modules with ``__all__`` are declared.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
 #: Tools around the loop, which may import the modules of the foundation.
-OUTER = ("d9d_inference", "d9d_planner", "d9d_reports", "d9d_verify")
+OUTER = ("d9d_inference", "d9d_launch", "d9d_planner", "d9d_reports", "d9d_verify")
 #: Declared modules for conformance suites only.
 FOR_SUITES = (
     "d9d_core.components.instantiate",
@@ -84,6 +84,7 @@ DECLARED = (
     *("d9d_data.library.pooling", "d9d_data.library.sharding"),
     *("d9d_fp8.config", "d9d_fp8.strategy"),
     *("d9d_aim.config", "d9d_deepep.config", "d9d_mlflow.config", "d9d_tensorboard.config", "d9d_wandb.config"),
+    "d9d_slurm.config",
     *("d9d_gemma.config", "d9d_gemma.hugging_face", "d9d_gemma.model"),
     *("d9d_llama.config", "d9d_llama.hugging_face", "d9d_llama.model"),
     *("d9d_transformers.build", "d9d_transformers.config", "d9d_transformers.hugging_face"),

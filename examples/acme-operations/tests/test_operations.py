@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from acme_operations.config import HeartbeatConfig
+from acme_operations.background import Background
+from acme_operations.config import BackgroundConfig, HeartbeatConfig
 from acme_operations.heartbeat import Heartbeat
 from acme_operations.job_diff import job_diff
 from acme_operations.plugin import d9d_views
@@ -17,6 +20,7 @@ from d9d_core.errors import JobError
 from d9d_core.events import StepEnds
 from d9d_core.grid import Grid
 from d9d_core.job import JobFile
+from d9d_core.launcher import LaunchRequest
 
 JOB = Path(__file__).parents[1] / "job.yaml"
 
@@ -61,3 +65,20 @@ def test_a_replica_is_all_axes_but_stages_and_replicas() -> None:
     (view,) = d9d_views()
     mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "cp": 1, "tp": 4}
     assert Grid.of_view(view, mesh).sizes == {"stage": 2, "replica": 2, "within": 12}
+
+
+def test_a_background_job_is_started_and_its_status_is_told(tmp_path: Path) -> None:
+    code = "import sys; print(sys.argv[1:]); sys.exit(75)"
+    request = LaunchRequest(
+        name="run", command=(sys.executable, "-c", code), job="", job_file=tmp_path / "job.yaml", folder=tmp_path,
+        working_directory=tmp_path, nodes=1, processes=2,
+    )  # fmt: skip
+    launcher = Background(BackgroundConfig())
+    submission = launcher.prepare(request)
+    for path, text in submission.files.items():
+        path.write_text(text)
+    identifier = launcher.submit(submission)
+    while (status := launcher.status(identifier, tmp_path, 5)).state == "running":
+        time.sleep(0.05)
+    assert (status.state, status.exit_status) == ("failed", 75)
+    assert status.log == ("['--max-restarts', '3', '--nproc', '2']",)

@@ -74,7 +74,7 @@ def entries(registry: Registry, name: str) -> list[Any]:
 def test_a_command_that_several_plugins_declare_is_listed_with_each_distribution() -> None:
     registry = Registry.of(plugin("acme", "brew", "pour"), plugin("other", "brew"))
     listed = group(registry).list_commands(None)
-    own = [entry.spec.key.partition(" ")[0] for entry in foundation_commands(registry)]
+    own = list(dict.fromkeys(entry.spec.key.partition(" ")[0] for entry in foundation_commands(registry)))
     assert listed == [*own, "acme/brew", "other/brew", "pour"]
     assert own
 

@@ -1,11 +1,11 @@
-"""Config class of the subscriber, which defines its fields in a job file."""
+"""Config classes of the subscriber and of the launcher."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 from d9d_core.config import PluginConfig
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 
 class HeartbeatConfig(PluginConfig):
@@ -17,3 +17,12 @@ class HeartbeatConfig(PluginConfig):
     """Name of the file, in the run's directory."""
     every: Annotated[int, Field(ge=1)] = 1
     """Steps from one write to the next."""
+
+
+class BackgroundConfig(PluginConfig):
+    """Processes on this machine that outlive the terminal."""
+
+    name: Literal["background"] = "background"
+    """Selects this launcher."""
+    restarts: NonNegativeInt = 3
+    """Number of restarts after one of the processes died."""

@@ -8,6 +8,7 @@ from d9d_core.plugin import (
     CommandSpec,
     HealthCheckSpec,
     JobCheckSpec,
+    LauncherSpec,
     Ref,
     SubscriberSpec,
     ViewDim,
@@ -56,6 +57,17 @@ def d9d_commands() -> Iterator[CommandSpec]:
         name="job_diff",
         summary="Print the fields in which two job files differ.",
         app=Ref("acme_operations.job_diff:app"),
+    )
+
+
+@hookimpl
+def d9d_launchers() -> Iterator[LauncherSpec]:
+    """Declare the launcher ``background``."""
+    yield LauncherSpec(
+        name="background",
+        summary="Processes on this machine that outlive the terminal.",
+        config=Ref("acme_operations.config:BackgroundConfig"),
+        build=Ref("acme_operations.background:Background"),
     )
 
 

@@ -5,6 +5,7 @@
     ├── PluginError               a plugin: absent, ambiguous, broken, incompatible, wrongly declared
     ├── DataError                 the training data: missing, empty, unreadable, too small
     ├── BuildError                the model, its strategies and kernels do not fit together
+    ├── LaunchError               an engine, such as Slurm, is missing, refuses a submission or does not answer
     ├── CheckpointError           a checkpoint cannot be written or read, or belongs to another model
     │   └── SaveError             the storage failed during a save; exit status 1: another attempt may succeed
     └── TrainingError             a failure during training; exit status 1
@@ -16,8 +17,8 @@ Messages say where (file, line, field, parameter), why, which distribution is af
 from __future__ import annotations
 
 __all__ = [
-    "BuildError", "CheckpointError", "D9dError", "DataError", "JobError", "NonFiniteError", "PluginError", "SaveError",
-    "TrainingError",
+    "BuildError", "CheckpointError", "D9dError", "DataError", "JobError", "LaunchError", "NonFiniteError",
+    "PluginError", "SaveError", "TrainingError",
 ]  # fmt: skip
 
 
@@ -43,6 +44,10 @@ class DataError(D9dError):
 
 class BuildError(D9dError):
     """The components named in the job do not fit together."""
+
+
+class LaunchError(D9dError):
+    """An engine that starts jobs, such as Slurm, is missing, refuses a submission or does not answer."""
 
 
 class CheckpointError(D9dError):

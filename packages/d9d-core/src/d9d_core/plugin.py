@@ -41,9 +41,9 @@ from d9d_core.untrusted import visible
 
 __all__ = [
     "ANCHORS", "ANY_MODEL_TYPE", "CapabilitySpec", "CommandSpec", "ConfiguredSpec", "DatasetSpec", "HealthCheckSpec",
-    "InferenceTaskSpec", "JobCheckSpec", "KernelSpec", "LrScheduleSpec", "MetricSpec", "ModelSpec", "OptimizerSpec",
-    "PeftSpec", "Ref", "ScheduleSpec", "Spec", "StrategySpec", "SubscriberSpec", "TaskSpec", "TrackerSpec", "ViewDim",
-    "ViewSpec", "WriterSpec", "hookimpl",
+    "InferenceTaskSpec", "JobCheckSpec", "KernelSpec", "LauncherSpec", "LrScheduleSpec", "MetricSpec", "ModelSpec",
+    "OptimizerSpec", "PeftSpec", "Ref", "ScheduleSpec", "Spec", "StrategySpec", "SubscriberSpec", "TaskSpec",
+    "TrackerSpec", "ViewDim", "ViewSpec", "WriterSpec", "hookimpl",
 ]  # fmt: skip
 
 _NAME = re.compile(r"[0-9]*[a-z][a-z0-9_]*(\.v[0-9]+)?")
@@ -400,6 +400,14 @@ class LrScheduleSpec(ConfiguredSpec):
 @dataclass(frozen=True, kw_only=True)
 class SubscriberSpec(ConfiguredSpec):
     """Record by which a plugin declares a subscriber to events of training. ``build(config) -> Subscriber``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherSpec(ConfiguredSpec):
+    """Record of a launcher, which ``d9d launch --engine NAME`` selects. ``build(config) -> Launcher``, without torch.
+
+    The fields of its config are options of the command line: ``--option FIELD=VALUE``.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from d9d_core.data import DataStream
 from d9d_core.errors import BuildError
 from d9d_core.events import CATALOGUE
 from d9d_core.inference import InferenceTask, Writer
+from d9d_core.launcher import Launcher
 from d9d_core.metric import Metric
 from d9d_core.optimizer import LrSchedule, Optimizer
 from d9d_core.peft import PeftMethod
@@ -38,6 +39,7 @@ _PROTOCOLS: Mapping[str, type] = {
     "optimizer": Optimizer,
     "lr schedule": LrSchedule,
     "subscriber": Subscriber,
+    "launcher": Launcher,
     "strategy": Strategy,
 }
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         InferenceTaskSpec,
         JobCheckSpec,
         KernelSpec,
+        LauncherSpec,
         LrScheduleSpec,
         MetricSpec,
         ModelSpec,
@@ -85,6 +86,7 @@ KINDS = (
     Kind("lr schedule", "d9d_lr_schedules", records.LrScheduleSpec, "lr_schedule"),
     Kind("kernel", "d9d_kernels", records.KernelSpec, "kernels"),
     Kind("subscriber", "d9d_subscribers", records.SubscriberSpec, "subscribers"),
+    Kind("launcher", "d9d_launchers", records.LauncherSpec, None),
     Kind("view", "d9d_views", records.ViewSpec, None),
     Kind("health check", "d9d_health_checks", records.HealthCheckSpec, None),
     Kind("job check", "d9d_job_checks", records.JobCheckSpec, None),
@@ -161,6 +163,11 @@ def d9d_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-body]
 @hookspec
 def d9d_subscribers() -> Iterable[SubscriberSpec]:  # type: ignore[empty-body]
     """Yield the records of subscribers to events, which section ``subscribers`` of a job file selects."""
+
+
+@hookspec
+def d9d_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empty-body]
+    """Yield the records of launchers, which ``d9d launch --engine`` selects."""
 
 
 @hookspec

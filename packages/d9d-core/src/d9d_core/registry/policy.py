@@ -18,6 +18,7 @@ FOUNDATION = frozenset(
         "d9d-core",
         "d9d-engine",
         "d9d-inference",
+        "d9d-launch",
         "d9d-planner",
         "d9d-reports",
         "d9d-testing",

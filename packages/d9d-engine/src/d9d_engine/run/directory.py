@@ -147,6 +147,11 @@ def read_failure(directory: Path) -> str | None:
     return error if isinstance(error, str) else None
 
 
+def read_stop(directory: Path) -> Mapping[str, Any] | None:
+    """Read ``step``, ``steps``, ``request`` of a stopped run; ``None`` if the file is missing or damaged."""
+    return _read_counts(directory / STOP)
+
+
 def write_ending(directory: Path, step: int, total: int, reason: str | None) -> None:
     """Write the file that marks a run as finished; the last write of a run.
 
@@ -161,8 +166,12 @@ def write_ending(directory: Path, step: int, total: int, reason: str | None) -> 
 
 def read_ending(directory: Path) -> Mapping[str, Any] | None:
     """Read ``step``, ``steps``, ``reason`` of a finished run; ``None`` if the file is missing or damaged."""
+    return _read_counts(directory / FILE)
+
+
+def _read_counts(file: Path) -> Mapping[str, Any] | None:
     try:
-        values = parse_json(read_regular(directory / FILE, links="near"))
+        values = parse_json(read_regular(file, links="near"))
     except (OSError, ValueError):
         return None
     sound = isinstance(values, dict) and all(type(values.get(name)) is int for name in ("step", "steps"))

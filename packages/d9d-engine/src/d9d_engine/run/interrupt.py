@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-#: Exit status after a stop request: the same command continues. `EX_TEMPFAIL` of sysexits.h, "try again later".
-STOPPED = 75
+from d9d_core.launcher import EXIT_STOPPED
+
+#: Exit status after a stop request: the same command continues.
+STOPPED = EXIT_STOPPED
 
 
 def stop_signals() -> list[signal.Signals]:

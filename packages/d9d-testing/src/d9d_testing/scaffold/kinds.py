@@ -208,6 +208,15 @@ KINDS: Mapping[str, Kind] = {
         needs=(),
         tests=("d9d-inference",),
     ),
+    "launcher": Kind(
+        summary="Background processes on this machine.",
+        hook="d9d_launchers",
+        spec="LauncherSpec",
+        build="{Name}",
+        commands=("d9d train job.yaml", "d9d launch submit job.yaml --engine {name}", "d9d launch status job.yaml"),
+        needs=(),
+        tests=("d9d-launch",),
+    ),
     "view": Kind(
         summary="The mesh as stages, ranks with samples of their own, and ranks that share samples.",
         hook="d9d_views",

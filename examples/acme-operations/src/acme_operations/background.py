@@ -1,0 +1,75 @@
+"""Launcher ``background``: runs a job on this machine, in processes that outlive the terminal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+from d9d_core.errors import LaunchError
+from d9d_core.launcher import EXIT_FINISHED, EngineStatus, LaunchRequest, Submission
+
+from acme_operations.config import BackgroundConfig
+
+_LOG, _STATUS = "background.log", "background.status"
+
+
+class Background:
+    """Launcher that runs a script of the shell in the background; the process id identifies it."""
+
+    def __init__(self, config: BackgroundConfig) -> None:
+        self._config = config
+
+    def require(self) -> None:
+        """Check nothing: every machine has a shell."""
+
+    def prepare(self, request: LaunchRequest) -> Submission:
+        """Make the script. Paths are texts of users, so they are quoted."""
+        if request.nodes != 1:
+            raise LaunchError(f"--nodes {request.nodes}: background runs jobs on this machine; leave out --nodes")
+        restarts = ["--max-restarts", str(self._config.restarts), "--nproc", str(request.processes)]
+        lines = [
+            f"cd {shlex.quote(str(request.working_directory))}",
+            f"exec < /dev/null > {shlex.quote(str(request.folder / _LOG))} 2>&1",
+            "trap : TERM  # the shell waits until the job has saved",
+            shlex.join([*request.command, *restarts]),
+            f"echo $? > {shlex.quote(str(request.folder / _STATUS))}",
+        ]
+        script = request.folder / "background.sh"
+        return Submission(files={script: "\n".join(lines) + "\n"}, command=("sh", str(script)))
+
+    def submit(self, submission: Submission) -> str:
+        """Start the script in a session of its own."""
+        for script in submission.files:
+            script.with_name(_STATUS).unlink(missing_ok=True)
+        return str(subprocess.Popen(submission.command, start_new_session=True).pid)  # noqa: S603 - our own script
+
+    def status(self, identifier: str, folder: Path, lines: int) -> EngineStatus:
+        """Read the exit status that the script wrote, or look for its process."""
+        log = folder / _LOG
+        text = log.read_text("utf-8", "replace").splitlines()[-lines:] if lines and log.exists() else []
+        if (file := folder / _STATUS).exists():
+            status = int(file.read_text())
+            state = "finished" if status == EXIT_FINISHED else "failed"
+            return EngineStatus(state=state, detail=f"status {status}", log=tuple(text), exit_status=status)
+        try:
+            os.kill(_process(identifier), 0)
+        except ProcessLookupError:
+            return EngineStatus(state="failed", detail="killed", log=tuple(text))
+        return EngineStatus(state="running", detail=f"process {identifier}", log=tuple(text))
+
+    def cancel(self, identifier: str) -> str:
+        """Ask all processes of the session to save and stop."""
+        try:
+            os.killpg(_process(identifier), signal.SIGTERM)
+        except ProcessLookupError as error:
+            raise LaunchError(f"process {identifier} has ended already") from error
+        return "the processes finish their step, save and stop"
+
+
+def _process(identifier: str) -> int:
+    if not identifier.isdecimal() or int(identifier) < 2:
+        raise LaunchError(f"{identifier[:80]!r} is not a process id")
+    return int(identifier)

@@ -1,0 +1,161 @@
+"""Launchers: they submit a job to an engine that starts processes on other machines, such as Slurm.
+
+Start here: :class:`Launcher` has five methods, which ``d9d launch`` calls::
+
+    class Batch:
+        def __init__(self, config): ...
+        def require(self): ...                                      # raise LaunchError if `batch` is not installed
+        def prepare(self, request):
+            script = request.folder / "batch.sh"
+            return Submission(files={script: shlex.join(request.command)}, command=("batch", "-f", str(script)))
+        def submit(self, submission): ...                           # run the command, return the engine's identifier
+        def status(self, identifier, folder, lines): ...            # ask the engine
+        def cancel(self, identifier): ...
+
+Each process of a job ends with one of these statuses, whatever engine started it: :data:`EXIT_FINISHED`,
+:data:`EXIT_STOPPED` and :data:`EXIT_FAILED`. A launcher restarts a job, which then continues from its newest
+checkpoint, after every status but 0 and 2. The files in the run's directory say the same: ``finished.json``,
+``stopped.json`` and ``failed.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+from d9d_core.errors import LaunchError
+
+__all__ = [
+    "EXIT_FAILED", "EXIT_FINISHED", "EXIT_STOPPED", "EngineStatus", "LaunchRequest", "LaunchState", "Launcher",
+    "Submission",
+]  # fmt: skip
+
+#: Exit status of a finished run. A restart would train nothing.
+EXIT_FINISHED = 0
+#: Exit status of an error in the job, its data or its environment. A restart would repeat the error.
+EXIT_FAILED = 2
+#: Exit status after a stop request, with all progress saved. A restart continues. ``EX_TEMPFAIL`` of sysexits.h.
+EXIT_STOPPED = 75
+
+#: State of a submission: waits for machines or a restart; runs; ended; or the engine no longer knows it.
+LaunchState: TypeAlias = Literal["waiting", "running", "finished", "failed", "cancelled", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """Request to run a job on machines of an engine. All paths are absolute.
+
+    Paths are texts of users: a launcher quotes them in scripts and files.
+
+    Attributes:
+        name: name of the run: letters, digits, ``_``, ``-`` and ``.``.
+        command: arguments of each process, beginning with the interpreter; they include ``job_file``.
+        job: text of the job file, with all defaults and overrides filled in.
+        job_file: path at which ``d9d launch`` writes ``job``, in ``folder``.
+        folder: directory of the submission, in the run's directory, which all machines share.
+        working_directory: directory in which the processes start; relative paths in the job start from it.
+        nodes: number of machines.
+        processes: number of processes on each machine.
+        device: type of device of the job, such as ``cuda``; ``auto`` for the best that a machine has.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    job: str
+    job_file: Path
+    folder: Path
+    working_directory: Path
+    nodes: int
+    processes: int
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for text in (*self.command, str(self.folder), str(self.working_directory)):
+            if any(ord(character) < 32 or ord(character) == 127 for character in text):
+                raise LaunchError(f"{text!r} has a control character, such as a line break; rename it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """Files to write and the command to run, as ``d9d launch submit --dry-run`` prints them.
+
+    Attributes:
+        files: path -> text; the paths are in :attr:`LaunchRequest.folder`. Texts contain no tokens.
+        command: arguments of the command that submits; nothing is interpreted by a shell.
+    """
+
+    files: Mapping[Path, str]
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStatus:
+    """Status of a submission, as the engine reports it.
+
+    Attributes:
+        state: state of the submission.
+        detail: further words of the engine, in a line: its own word for the state, reasons, machines.
+        log: last lines that the processes printed.
+        exit_status: exit status of the ended job; ``None`` if it runs, or if the engine does not tell.
+    """
+
+    state: LaunchState
+    detail: str
+    log: tuple[str, ...] = ()
+    exit_status: int | None = None
+
+
+class Launcher(Protocol):
+    """Interface of an engine, made by a :class:`~d9d_core.plugin.LauncherSpec`. Methods do not need torch."""
+
+    def require(self) -> None:
+        """Check that the engine can be used from this machine.
+
+        Raises:
+            LaunchError: it cannot; the text says what to install or to start.
+        """
+        ...
+
+    def prepare(self, request: LaunchRequest) -> Submission:
+        """Make the submission of a request. Writes and starts nothing, and does not need the engine.
+
+        No variable of the environment goes into the submission, because variables may hold tokens.
+
+        Raises:
+            LaunchError: the engine cannot run the request.
+        """
+        ...
+
+    def submit(self, submission: Submission) -> str:
+        """Hand a submission, whose files are written, to the engine; return the engine's identifier.
+
+        Raises:
+            LaunchError: the engine refused the submission.
+        """
+        ...
+
+    def status(self, identifier: str, folder: Path, lines: int) -> EngineStatus:
+        """Ask the engine about a submission.
+
+        Args:
+            identifier: identifier that :meth:`submit` returned, read from a file, so it may be malformed.
+            folder: :attr:`LaunchRequest.folder` of the submission.
+            lines: largest number of lines of the log.
+
+        Raises:
+            LaunchError: the identifier is malformed, or the engine does not answer.
+        """
+        ...
+
+    def cancel(self, identifier: str) -> str:
+        """End a submission for good: ranks that train save first. Returns without waiting for the end.
+
+        Returns:
+            What happens now, as a sentence for the user.
+
+        Raises:
+            LaunchError: the identifier is malformed, or the engine does not answer.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Submission of jobs to engines such as Slurm."""

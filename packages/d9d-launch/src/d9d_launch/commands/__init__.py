@@ -1,0 +1,1 @@
+"""Commands of the group ``d9d launch``."""

@@ -1,0 +1,71 @@
+"""Report about a submitted run: the engine's state, the run's progress, and the cause of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d9d_core.launcher import EXIT_STOPPED, EngineStatus
+from d9d_engine.run.directory import read_ending, read_failure, read_stop
+from d9d_engine.trackers.lines import read_lines
+
+from d9d_launch.record import SubmissionRecord
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Report about a submitted run.
+
+    Attributes:
+        directory: directory of the run.
+        record: its submission.
+        engine: status that the engine reports.
+    """
+
+    directory: Path
+    record: SubmissionRecord
+    engine: EngineStatus
+
+    @property
+    def state(self) -> str:
+        """State of the submission; ``stopped`` if it failed for the engine, but the run saved on request."""
+        status = self.engine.exit_status
+        stopped = read_stop(self.directory) is not None if status is None else status == EXIT_STOPPED
+        return "stopped" if self.engine.state == "failed" and stopped else self.engine.state
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report."""
+        record = self.record
+        size = f"{record.nodes} x {record.processes} processes"
+        yield f"{record.engine} {record.identifier}: {self.state} ({self.engine.detail}); {size}"
+        if (progress := self._progress()) is not None:
+            yield progress
+        yield from self._ending()
+        if (change := record.job_change()) is not None:
+            yield f"{change}; the submission trains {self.directory / 'launch' / 'job.yaml'}"
+        if self.engine.log:
+            yield "last lines of the log:"
+            yield from (f"  {line}" for line in self.engine.log)
+
+    def _progress(self) -> str | None:
+        last: Mapping[str, Any] | None = None
+        for line in read_lines(self.directory / "metrics.jsonl"):
+            last = line
+        if last is None:
+            return None
+        loss = last.get("loss")
+        text = f", loss {loss:.4g}" if isinstance(loss, float | int) else ""
+        return f"last logged step: {last['step']}{text}"
+
+    def _ending(self) -> Iterator[str]:
+        """Yield how the run's last start ended; a start removes the files of the one before."""
+        if (ending := read_ending(self.directory)) is not None:
+            reason = f": {ending['reason']}" if ending.get("reason") else ""
+            yield f"finished after step {ending['step']} of {ending['steps']}{reason}"
+        elif (stop := read_stop(self.directory)) is not None:
+            cause = f" by {stop['request']}" if stop.get("request") else ""
+            yield f"stopped{cause} after step {stop['step']} of {stop['steps']}, and saved"
+        elif (error := read_failure(self.directory)) is not None:
+            yield f"failed: {error}"

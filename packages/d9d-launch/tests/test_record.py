@@ -1,0 +1,120 @@
+"""Records of submissions in the run's directory, and the reports made of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import JobError, LaunchError
+from d9d_core.launcher import EngineStatus, LaunchState
+from d9d_engine.run.directory import write_ending, write_failure, write_stop
+from d9d_launch.engine import read_options
+from d9d_launch.record import FOLDER, RECORD, SubmissionRecord, digest_of, find_submission, run_directory
+from d9d_launch.report import RunReport
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> SubmissionRecord:
+    """Record of a submission of ``job.yaml``, written into the run's directory ``runs/a``."""
+    job = tmp_path / "job.yaml"
+    job.write_text("run: {name: a}\nsteps: 10\n")
+    made = SubmissionRecord(
+        engine="slurm",
+        options={"partition": "ci"},
+        identifier="12",
+        nodes=2,
+        processes=8,
+        job=str(job),
+        digest=digest_of(job),
+        command=["sbatch", "slurm.sh"],
+        time="2026-01-01T00:00:00+00:00",
+    )
+    (tmp_path / "runs" / "a" / FOLDER).mkdir(parents=True)
+    made.write(tmp_path / "runs" / "a" / FOLDER)
+    return made
+
+
+def test_a_submission_is_found_by_the_job_file_and_by_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: SubmissionRecord
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "runs" / "a"
+    for location, overrides in ((Path("job.yaml"), []), (directory, []), (Path("job.yaml"), ["run.name=a"])):
+        assert find_submission(location, overrides, "slurm") == (directory, record)
+    with pytest.raises(LaunchError, match="has no submission; d9d launch submit makes one"):
+        find_submission(Path("job.yaml"), ["run.name=b"], None)
+    with pytest.raises(LaunchError, match="--engine ray: .* was submitted to slurm; leave out --engine"):
+        find_submission(Path("job.yaml"), [], "ray")
+    with pytest.raises(JobError, match="the section 'run' is wrong"):
+        run_directory(Path("job.yaml"), ["run.nam=b"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"engine": 1}', '{"engine'])
+def test_a_damaged_record_is_an_error(tmp_path: Path, record: SubmissionRecord, text: str) -> None:
+    (tmp_path / "runs" / "a" / FOLDER / RECORD).write_text(text)
+    with pytest.raises(LaunchError, match="cannot be read"):
+        SubmissionRecord.read(tmp_path / "runs" / "a" / FOLDER)
+
+
+def test_fields_of_wrong_types_are_an_error(tmp_path: Path, record: SubmissionRecord) -> None:
+    file = tmp_path / "runs" / "a" / FOLDER / RECORD
+    file.write_text(json.dumps({**json.loads(file.read_text()), "identifier": 12}))
+    with pytest.raises(LaunchError, match="fields have wrong types"):
+        SubmissionRecord.read(file.parent)
+
+
+def test_a_changed_job_file_is_told(tmp_path: Path, record: SubmissionRecord) -> None:
+    assert record.job_change() is None
+    (tmp_path / "job.yaml").write_text("steps: 11\n")
+    assert str(record.job_change()).endswith("job.yaml has changed since the submission")
+    (tmp_path / "job.yaml").unlink()
+    assert str(record.job_change()).endswith("job.yaml cannot be read any more")
+
+
+@pytest.mark.parametrize(
+    ("engine", "ending", "state", "line"),
+    [
+        (("failed", 2), "stop", "failed", "stopped by SIGTERM after step 5 of 10, and saved"),
+        (("failed", 75), "stop", "stopped", "stopped by SIGTERM after step 5 of 10, and saved"),
+        (("finished", None), "finished", "finished", "finished after step 10 of 10"),
+        (("unknown", None), "finished", "unknown", "finished after step 10 of 10"),
+        (("failed", None), "stop", "stopped", "stopped by SIGTERM after step 5 of 10, and saved"),
+        (("failed", None), "failure", "failed", "failed: ValueError: no"),
+        (("running", None), "none", "running", "last logged step: 3, loss 2.5"),
+    ],
+)
+def test_the_report_has_the_state_the_progress_and_the_cause(
+    tmp_path: Path, record: SubmissionRecord, engine: tuple[LaunchState, int | None], ending: str, state: str, line: str
+) -> None:
+    directory = tmp_path / "runs" / "a"
+    (directory / "metrics.jsonl").write_text('{"step": 2, "loss": 3.0}\n{"step": 3, "loss": 2.5}\n')
+    if ending == "finished":
+        write_ending(directory, 10, 10, None)
+    elif ending == "stop":
+        write_stop(directory, 5, 10, "SIGTERM")
+    elif ending == "failure":
+        write_failure(directory, 5, ValueError("no"))
+    status = EngineStatus(state=engine[0], detail="WORD on n1", log=("one", "two"), exit_status=engine[1])
+    report = RunReport(directory, record, status)
+    lines = list(report.lines())
+    assert report.state == state
+    assert lines[0] == f"slurm 12: {state} (WORD on n1); 2 x 8 processes"
+    assert line in lines
+    assert lines[-3:] == ["last lines of the log:", "  one", "  two"]
+    changed = RunReport(directory, replace(record, digest="0"), status)
+    assert any("has changed since the submission" in text for text in changed.lines())
+
+
+def test_options_come_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("partition: a\nrestarts: 3\n")
+    assert read_options(file, ["partition=b", "setup=[module load x]"]) == {
+        "partition": "b",
+        "restarts": 3,
+        "setup": ["module load x"],
+    }
+    for wrong in ("partition", "=a", "a.b=1"):
+        with pytest.raises(JobError, match="write FIELD=VALUE"):
+            read_options(None, [wrong])

@@ -1,0 +1,1 @@
+"""Slurm: the launcher of `d9d launch` that submits with sbatch."""

@@ -1,0 +1,85 @@
+"""Batch script of a job."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from d9d_core.launcher import EXIT_FAILED, EXIT_FINISHED, LaunchRequest
+
+from d9d_slurm.config import SlurmConfig
+
+
+def batch_script(config: SlurmConfig, request: LaunchRequest) -> str:
+    """Script that sbatch gets. Lines of #SBATCH hold only numbers and checked words; paths are quoted for the shell.
+
+    Args:
+        config: resources and restarts.
+        request: job and number of processes.
+    """
+    command = shlex.join(request.command)
+    cores = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if config.cpus_per_task else ""
+    job = shlex.quote(str(request.job_file))
+    log = f'{shlex.quote(f"{request.folder}/slurm-")}"$SLURM_JOB_ID".log'
+    shared = "run.dir must be a directory that all machines share"
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{option}" for option in _options(config, request)),
+        "# srun passes on the variables of this script.",
+        "export SLURM_EXPORT_ENV=ALL",
+        f'export PATH={shlex.quote(str(Path(request.command[0]).parent))}:"${{PATH:-/usr/local/bin:/usr/bin:/bin}}"',
+        "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}",
+        *config.setup,
+        f"if [ ! -f {job} ]; then",
+        f"    echo \"error: $(hostname) does not have\" {job}'; {shared}' >&2",
+        f"    exit {EXIT_FAILED}",
+        "fi",
+        f"log={log}",
+        'begin=$(stat -c %s "$log" 2>/dev/null || echo 0)',
+        f"srun --kill-on-bad-exit=1{cores} {command}",
+        "status=$?",
+        "# srun returns the highest status of all ranks; a rank that ends by an error of the job ends the others with",
+        "# higher ones.",
+        f"if tail -c +$((begin + 1)) \"$log\" | grep -q 'srun: error: .*: Exited with exit code {EXIT_FAILED}$'; then",
+        f"    status={EXIT_FAILED}",
+        "fi",
+        f"# {EXIT_FINISHED}: finished; {EXIT_FAILED}: an error in the job, which would repeat. "
+        "Everything else is worth a restart.",
+        f"if [ $status -ne {EXIT_FINISHED} ] && [ $status -ne {EXIT_FAILED} ] && "
+        f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.restarts} ]; then',
+        '    scontrol requeue "$SLURM_JOB_ID" || echo "not requeued: cancelled, or restarts are disabled" >&2',
+        "fi",
+        "exit $status",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _options(config: SlurmConfig, request: LaunchRequest) -> Iterator[str]:
+    """Yield the options of sbatch that hold no text of users."""
+    gpus = config.gpus_per_node
+    if gpus is None:
+        gpus = 0 if request.device == "cpu" else request.processes
+    yield f"nodes={request.nodes}"
+    yield f"ntasks-per-node={request.processes}"
+    if gpus:
+        yield f"gpus-per-node={gpus}"
+    for option, value in (
+        ("cpus-per-task", config.cpus_per_task),
+        ("partition", config.partition),
+        ("account", config.account),
+        ("qos", config.qos),
+        ("reservation", config.reservation),
+        ("time", config.minutes),
+    ):
+        if value is not None:
+            yield f"{option}={value}"
+    if config.constraint is not None:
+        yield f'constraint="{config.constraint}"'
+    if config.memory_gib is not None:
+        yield f"mem={config.memory_gib}G" if config.memory_gib else "mem=0"
+    if config.exclusive:
+        yield "exclusive"
+    yield f"signal=TERM@{config.grace}"
+    yield "requeue" if config.restarts else "no-requeue"
+    yield "open-mode=append"
