@@ -48,7 +48,7 @@ def submit(
 ) -> None:
     """Check a job for all its processes, then submit it. An engine's options are the fields of its plugin."""
     from d9d_core.cli.check import check_job
-    from d9d_core.job import JobFile
+    from d9d_engine.job import Job
     from d9d_engine.launch.start import option_words
 
     from d9d_launch.engine import build_launcher, engine_config, read_options
@@ -61,7 +61,7 @@ def submit(
     config = engine_config(registry, engine, read_options(options, option))
     launcher = build_launcher(registry, engine, config)
     world_size = nodes * processes
-    loaded = load_job(JobFile, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size)
+    loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size)
     if not dry_run:
         launcher.require()
     check_job(loaded, world_size, size)

@@ -1,0 +1,1 @@
+"""Kubernetes: the launcher of `d9d launch` that submits with kubectl."""

@@ -1,0 +1,56 @@
+"""Config of the launcher ``kubernetes``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from d9d_core.config import PluginConfig
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+#: Name of an object: RFC 1123, as Kubernetes requires it.
+Label = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+#: Value of a label, or part of a name of a resource.
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,251}[A-Za-z0-9])?$")]
+#: Environment variable.
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+#: Name of a secret and one of its keys.
+SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]+$")]
+
+
+class KubernetesConfig(PluginConfig):
+    """Kubernetes: image, volume and resources of the pods, one pod per machine."""
+
+    name: Literal["kubernetes"] = "kubernetes"
+    """Selects this launcher."""
+    image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")]
+    """Image with d9d, the plugins of the job and its data, or with access to the data."""
+    claim: Label
+    """PersistentVolumeClaim, readable and writable by all pods, that holds the runs."""
+    mount: Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")] = "/runs"
+    """Path of the volume in the pods; it replaces ``run.dir`` of the job."""
+    kind: Literal["trainjob", "jobset"] = "trainjob"
+    """Object to create: a TrainJob of Kubeflow Trainer v2, or a JobSet, which needs no Kubeflow."""
+    runtime: Label = "torch-distributed"
+    """ClusterTrainingRuntime of a TrainJob; it has one replicated job ``node``."""
+    namespace: Label | None = None
+    """Namespace; ``null``: that of kubectl's context."""
+    gpus_per_node: NonNegativeInt | None = None
+    """GPUs per pod; ``null``: one for each process, and none for a job with ``device: cpu``."""
+    gpu_resource: Word = "nvidia.com/gpu"
+    """Resource that stands for a GPU."""
+    cpus: PositiveFloat | None = None
+    """CPU cores per pod; ``null``: not requested."""
+    memory_gib: PositiveFloat | None = None
+    """Memory per pod in GiB; ``null``: not requested."""
+    queue: Word | None = None
+    """Queue of Kueue that admits the job."""
+    secrets: dict[Variable, SecretKey] = {}
+    """Environment variables of the processes, such as tokens: variable -> ``SECRET/KEY`` in the namespace."""
+    node_selector: dict[Word, Word] = {}
+    """Labels that the machines must have."""
+    python: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]+$")] = "python3"
+    """Python interpreter of the image."""
+    grace: PositiveInt = 120
+    """Seconds that evicted pods have to save; longer than a save takes."""
+    restarts: NonNegativeInt = 10
+    """Restarts after a crash, a lost machine or an eviction. A TrainJob has the restarts of its runtime instead."""

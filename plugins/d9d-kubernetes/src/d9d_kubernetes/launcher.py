@@ -1,0 +1,179 @@
+"""Launcher ``kubernetes``: kubectl with the user's own context and rights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from d9d_core.errors import LaunchError
+from d9d_core.launcher import EngineStatus, LaunchRequest, LaunchState, Submission
+
+from d9d_kubernetes.config import KubernetesConfig
+from d9d_kubernetes.manifest import manifest, object_name
+
+#: Seconds within which kubectl must answer.
+_PATIENCE = 120
+#: Kind of an object -> name for kubectl.
+_KINDS = {"trainjob": "trainjobs.trainer.kubeflow.org", "jobset": "jobsets.jobset.x-k8s.io"}
+_IDENTIFIER = re.compile(r"(trainjob|jobset)/([a-z0-9-]{0,63})/([a-z0-9][a-z0-9-]{0,62})", re.ASCII)
+#: Condition of a TrainJob or a JobSet -> state, in the order in which conditions decide.
+_CONDITIONS: tuple[tuple[str, LaunchState], ...] = (
+    ("Failed", "failed"),
+    ("Complete", "finished"),
+    ("Completed", "finished"),
+    ("Suspended", "waiting"),
+)
+
+
+class KubernetesLauncher:
+    """Submits TrainJobs and JobSets to a cluster. A :class:`~d9d_core.launcher.Launcher`.
+
+    Args:
+        config: image, volume and resources.
+        now: clock, which tells the names of a run's submissions apart.
+    """
+
+    def __init__(self, config: KubernetesConfig, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._config = config
+        self._now = now
+
+    def require(self) -> None:
+        """Check that kubectl is installed and that the cluster has the kind of object.
+
+        Raises:
+            LaunchError: it is not, the cluster does not answer, or it lacks the kind.
+        """
+        if shutil.which("kubectl") is None:
+            raise LaunchError(
+                "kubectl not found: install it and choose a context of your cluster, or print the files with --dry-run"
+            )
+        kind = _KINDS[self._config.kind]
+        group = kind.partition(".")[2]
+        known = _run("kubectl", "api-resources", f"--api-group={group}", "--output=name").split()
+        if kind not in known:
+            other = "jobset" if self._config.kind == "trainjob" else "trainjob"
+            raise LaunchError(
+                f"the cluster has no {kind}; its administrator installs "
+                f"{'Kubeflow Trainer' if other == 'jobset' else 'JobSet'}, or use --option kind={other}"
+            )
+
+    def prepare(self, request: LaunchRequest) -> Submission:
+        """Make the objects, and the command that creates them.
+
+        Raises:
+            LaunchError: the job needs files of this machine, or a ConfigMap cannot hold it.
+        """
+        name = object_name(request.name, f"{self._now():%m%d%H%M%S}")
+        file = request.folder / "kubernetes.yaml"
+        command = ("kubectl", "create", "--output=name", f"--filename={file}")
+        return Submission(files={file: manifest(self._config, request, name)}, command=command)
+
+    def submit(self, submission: Submission) -> str:
+        """Create the objects; return kind, namespace (empty: that of the context) and name.
+
+        Raises:
+            LaunchError: the cluster refused an object.
+        """
+        output = _run(*submission.command)
+        kind = _KINDS[self._config.kind].partition(".")[0].removesuffix("s")
+        names = re.findall(rf"^{kind}\.[a-z0-9.-]+/(\S+)$", output, re.MULTILINE)
+        if len(names) != 1:
+            raise LaunchError(f"kubectl does not say which {kind} it created: {output.strip()[:200]!r}")
+        return f"{self._config.kind}/{self._config.namespace or ''}/{names[0]}"
+
+    def status(self, identifier: str, folder: Path, lines: int) -> EngineStatus:  # noqa: ARG002 - Launcher
+        """Ask the cluster about an object, and for the last lines of the first pod.
+
+        Raises:
+            LaunchError: the identifier is malformed, or the cluster does not answer.
+        """
+        kind, place, name = _parts(identifier)
+        try:
+            found = json.loads(_run("kubectl", "get", _KINDS[kind], name, *place, "--output=json"))
+        except LaunchError as error:
+            if "NotFound" not in str(error):
+                raise
+            return EngineStatus(state="unknown", detail="the cluster has no such object: it was cancelled or removed")
+        except ValueError as error:
+            raise LaunchError(f"kubectl get {name}: the answer is not JSON: {error}") from error
+        status = found.get("status") or {} if isinstance(found, dict) else {}
+        state, detail = _state(status)
+        return EngineStatus(state=state, detail=detail, log=_log(name, place, lines) if lines else ())
+
+    def cancel(self, identifier: str) -> str:
+        """Delete the objects: the pods save within their grace period.
+
+        Raises:
+            LaunchError: the identifier is malformed, or the cluster has no such object.
+        """
+        kind, place, name = _parts(identifier)
+        _run("kubectl", "delete", _KINDS[kind], name, *place, "--wait=false")
+        _run("kubectl", "delete", "configmap", name, *place, "--wait=false", "--ignore-not-found")
+        return "all ranks finish their step, save and stop; the job is not restarted"
+
+
+def _parts(identifier: str) -> tuple[str, tuple[str, ...], str]:
+    """Kind, options for the namespace, and name."""
+    found = _IDENTIFIER.fullmatch(identifier)
+    if found is None:
+        raise LaunchError(f"{identifier[:80]!r} is not KIND/NAMESPACE/NAME of a job; look for it with kubectl get")
+    return found[1], (f"--namespace={found[2]}",) if found[2] else (), found[3]
+
+
+def _state(status: Mapping[str, Any]) -> tuple[LaunchState, str]:
+    conditions = {
+        one.get("type"): one
+        for one in status.get("conditions") or ()
+        if isinstance(one, dict) and one.get("status") == "True"
+    }
+    restarts = status.get("restarts")
+    more = f", restarts: {restarts}" if isinstance(restarts, int) and restarts else ""
+    for name, state in _CONDITIONS:
+        if name in conditions:
+            reason, message = (str(conditions[name].get(key) or "") for key in ("reason", "message"))
+            text = ": ".join(part for part in (name, reason, message) if part)
+            return state, text + more
+    children = [*(status.get("jobsStatus") or ()), *(status.get("replicatedJobsStatus") or ())]
+    active = any(isinstance(one, dict) and (one.get("active") or 0) > 0 for one in children)
+    return ("running", f"active{more}") if active else ("waiting", f"no pod runs yet{more}")
+
+
+def _log(name: str, place: tuple[str, ...], lines: int) -> tuple[str, ...]:
+    selector = f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
+    try:
+        text = _run("kubectl", "logs", f"--selector={selector}", *place, f"--tail={lines}", "--container=node")
+    except LaunchError:  # no pod has started, or it is gone
+        return ()
+    return tuple(text.splitlines()[-lines:])
+
+
+def _run(*command: str) -> str:
+    """Standard output of kubectl.
+
+    Raises:
+        LaunchError: kubectl is missing, failed or did not answer.
+    """
+    try:
+        done = subprocess.run(  # noqa: S603 - arguments come from d9d, the user's config and checked names
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PATIENCE,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError as error:
+        raise LaunchError("kubectl not found; run this command where kubectl is installed") from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"kubectl did not answer within {_PATIENCE} s; is the cluster reachable?") from error
+    if done.returncode != 0:
+        text = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
+        raise LaunchError(f"kubectl {command[1]}: {text}")
+    return done.stdout
