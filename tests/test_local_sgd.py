@@ -17,12 +17,19 @@ from d9d_core.tensors import full
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.run.trainer import Trainer
 from d9d_testing.layouts import job_of, topology_here
+from d9d_testing.suites.strategy import StrategySuite
 from d9d_testing.toy.config import ToyDataConfig
 from d9d_testing.toy.data import ToyStream
 from d9d_testing.world import RankFailedError, World
 from torch import Tensor
 
-PLUGINS = ["d9d_testing.toy.plugin", "d9d_local_sgd.plugin", "d9d_parallel.plugin", "d9d_optim.plugin"]
+PLUGINS = [
+    "d9d_testing.toy.plugin",
+    "d9d_local_sgd.plugin",
+    "d9d_parallel.plugin",
+    "d9d_optim.plugin",
+    "d9d_pipeline.plugin",
+]
 FEATURES = 6
 CLIPPED = {"gradient_clipping": {"max_norm": 0.5}}
 
@@ -116,7 +123,8 @@ def trained_in_turn(runs: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _lists(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: full(tensor).detach().tolist() for name, tensor in tensors.items()}
+    here = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "meta"}
+    return {name: full(tensor).detach().tolist() for name, tensor in here.items()}
 
 
 def as_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -224,9 +232,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
 
 
 def assert_like(found: Mapping[str, Any], expected: Replica) -> None:
-    weights = as_tensors(found["parameters"])
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-5, atol=1e-5)
+    for name, weight in as_tensors(found["parameters"]).items():
+        if name != "unused":  # the rank's own pipeline stages only
+            torch.testing.assert_close(weight, expected.weights[name].detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -272,6 +280,28 @@ def test_replicas_of_shards_train_as_in_plain_torch(tmp_path: Path, start: Mappi
     for index, (made, _) in enumerate(expected):
         for rank in range(4):
             assert_like(found[rank][index], made[rank // 2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_replicas_of_pipelines_train_and_continue_as_in_plain_torch(tmp_path: Path, schedule: str) -> None:
+    model = {"name": "toy_model", "features": FEATURES, "blocks": 4}
+    shared = {"pipeline": schedule, "model": model, "batch": {"size": 16, "microbatch": 2}, **CLIPPED}
+    values = job(str(tmp_path), **replicas("diloco", period=3), **shared)
+    values["mesh"] |= {"pp": 2}
+    still = values | {
+        "steps": 1,
+        "optimizer": {"name": "toy_optimizer", "lr": 1e-30},
+        "run": {"dir": str(tmp_path / "0")},
+    }
+    runs = [[still], [values, 4], [values]]
+    found = World(4, timeout=120.0).run(trained_in_turn, runs)
+    everywhere = {name: t for of_rank in found for name, t in as_tensors(of_rank[0]["parameters"]).items()}
+    initial = dict(sorted(everywhere.items()))  # the order of the layers
+    made, _ = reference(initial, 7, outer_steps(initial, 3, 0.7, 0.9), batch=16, max_norm=0.5)
+    for rank in range(4):
+        assert len(found[rank][2]["parameters"]) in (2, 3)
+        assert_like(found[rank][2], made[rank % 2])
 
 
 def test_averages_after_each_step_of_plain_descent_are_synchronous_training(tmp_path: Path) -> None:
@@ -349,3 +379,19 @@ def test_other_numbers_of_replicas_are_refused_and_synchronous_checkpoints_are_n
         World(2).run(trained, {**apart, "mesh": {"dp_replicate": 2}, "parallel": ["replicate"]})
     with pytest.raises(RankFailedError, match=f"{what} 4"):
         World(4, timeout=120.0).run(trained, {**apart, **replicas("local_sgd", count=4)})
+
+
+@pytest.mark.full
+class TestDiLoCoOfShards(StrategySuite):
+    plugin = "d9d_local_sgd.plugin"
+    target = "diloco"
+    meshes = ({"dp_replicate": 2, "dp_shard": 2},)
+    settings = ({"period": 4},)
+    beside = ("fsdp",)
+    large = ({"dp_replicate": 8, "dp_shard": 8},)
+
+    def plugins(self) -> list[str]:
+        return [*super().plugins(), "d9d_parallel.plugin"]
+
+    def job_values(self, **sections: Any) -> dict[str, Any]:
+        return super().job_values(**{"gradient_clipping": {"max_norm": 0.5}} | sections)

@@ -1,4 +1,4 @@
-"""Replicas that take their own steps: factors of their losses, their norms, their mean, and what is refused."""
+"""Replicas that take their own steps: factors of their losses, their norms, their mean, and refusals."""
 
 from __future__ import annotations
 
