@@ -70,6 +70,7 @@ def factors(late: bool) -> dict[str, Any]:
     return {"factor": factor.item(), "scaled": scaled, "mean": settled.item(), "share": scale.share.item()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("late", [False, True], ids=["weights-of-data", "weights-of-outputs"])
 def test_a_replica_trains_on_the_mean_of_its_own_samples_and_the_log_has_the_mean_of_all(late: bool) -> None:
     for rank, found in enumerate(World(4).run(factors, late)):
