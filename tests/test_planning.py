@@ -15,7 +15,7 @@ from d9d_planner.check import predicted, ways_out
 from d9d_planner.device import Device
 from d9d_planner.layout import Layout
 from d9d_planner.prediction import Prediction
-from d9d_planner.search import search
+from d9d_planner.search import layouts, search
 from d9d_planner.workload import Workload
 
 from tests.planned_jobs import DENSE, EXPERTS, GIB, SMALL, invoke, prediction, values
@@ -223,3 +223,31 @@ def test_a_large_model_is_planned_for_4096_devices_in_a_minute(tmp_path: Path) -
     assert invoke("plan", str(path), "--gpus", "4096", "--memory", "141GB", "--write", str(out))[0] == 0
     assert time.process_time() - start < 60
     assert invoke("check", str(out), "--world-size", "4096", "--memory", "141GB")[0] == 0
+
+
+# --- replicas that take their own steps -------------------------------------------------------------------------------
+
+
+def test_replicas_of_their_own_steps_are_kept_by_the_search_and_meet_for_less_than_gradients_cost() -> None:
+    own: dict[str, Any] = {"mesh": {"dp_replicate": 4, "dp_shard": 2}, "batch": {"size": 16}}
+    job = JobFile.from_values(values(DENSE, parallel=["fsdp", {"name": "diloco", "period": 50}], **own))
+    found = list(layouts(Workload(job, job.registry, job.views()), 16, 4))
+    for one in found:
+        assert one.mesh.dp_replicate == 4
+        assert [config.selector for config in one.parallel].count("diloco") == 1
+        assert ("fsdp" in [config.selector for config in one.parallel]) == (one.mesh.dp_shard > 1)
+    assert {one.mesh.dp_shard for one in found} >= {1, 4}
+    plain = JobFile.from_values(values(DENSE, parallel=["hsdp"], **own))
+    others = layouts(Workload(plain, plain.registry, plain.views()), 16, 4)
+    names = {config.selector for one in others for config in one.parallel}
+    assert not names & {"diloco", "local_sgd"}
+
+    apart, rare, each = (
+        prediction(DENSE, parallel=["fsdp", {"name": name, "period": period}], **own)
+        for name, period in (("diloco", 50), ("local_sgd", 50), ("local_sgd", 1))
+    )
+    together = prediction(DENSE, parallel=["hsdp"], **own)
+    assert rare.time.total < together.time.total
+    assert rare.time.total < each.time.total
+    assert apart.time.total == rare.time.total
+    assert apart.memory.optimizer > rare.memory.optimizer == together.memory.optimizer

@@ -1,4 +1,4 @@
-"""A strategy that lets replicas drift apart is refused, or makes them equal before one of them is saved or measured."""
+"""A strategy without meetings that lets replicas drift apart is refused, or makes them equal before each save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 Write = Callable[..., Path]
 D9d = Callable[..., tuple[int, str, str]]
 
-LOCAL_SGD = """
+OWN_STEPS = """
 from typing import Literal
 
 from d9d_core.config import PluginConfig
@@ -19,11 +19,11 @@ from d9d_core.plugin import Ref, StrategySpec, hookimpl
 
 
 class Config(PluginConfig):
-    name: Literal["local_sgd"] = "local_sgd"
+    name: Literal["own_steps"] = "own_steps"
     averages: bool = False
 
 
-class LocalSgd:
+class OwnSteps:
     \"\"\"Each replica takes its own steps.\"\"\"
 
     def __init__(self, config):
@@ -53,22 +53,22 @@ class LocalSgd:
 
 @hookimpl
 def d9d_strategies():
-    config, build = Ref(f"{{__name__}}:Config"), Ref(f"{{__name__}}:LocalSgd")
-    return [StrategySpec(name="local_sgd", summary="Local SGD.", config=config, build=build, anchor="data",
+    config, build = Ref(f"{{__name__}}:Config"), Ref(f"{{__name__}}:OwnSteps")
+    return [StrategySpec(name="own_steps", summary="Own steps.", config=config, build=build, anchor="data",
                          axes=("dp_replicate",))]
 """
 
 
 @pytest.fixture
-def local_sgd(small_job: Write, tmp_path: Path) -> Callable[[bool], Path]:
-    plugin = tmp_path / "local_sgd.py"
-    plugin.write_text(LOCAL_SGD.format(log=str(tmp_path / "averaged-")))
+def own_steps(small_job: Write, tmp_path: Path) -> Callable[[bool], Path]:
+    plugin = tmp_path / "own_steps.py"
+    plugin.write_text(OWN_STEPS.format(log=str(tmp_path / "averaged-")))
 
     def write(averages: bool) -> Path:
         return small_job(
             "run",
             mesh={"dp_replicate": 2},
-            parallel=[{"name": "local_sgd", "averages": averages}],
+            parallel=[{"name": "own_steps", "averages": averages}],
             optimizer={"name": "sgd", "lr": 0.1},
             plugins={"files": [str(plugin)]},
         )
@@ -77,20 +77,20 @@ def local_sgd(small_job: Write, tmp_path: Path) -> Callable[[bool], Path]:
 
 
 def test_a_strategy_that_never_makes_its_replicas_equal_is_refused_in_check(
-    d9d: D9d, local_sgd: Callable[[bool], Path]
+    d9d: D9d, own_steps: Callable[[bool], Path]
 ) -> None:
-    status, _, error = d9d("check", str(local_sgd(False)))
+    status, _, error = d9d("check", str(own_steps(False)))
     assert status != 0
-    assert "parallel[0] (local_sgd) leaves the gradient of " in error
+    assert "parallel[0] (own_steps) leaves the gradient of " in error
     assert "unreduced over dp_replicate, so that its 2 replicas diverge" in error
-    assert d9d("check", str(local_sgd(True)))[0] == 0
+    assert d9d("check", str(own_steps(True)))[0] == 0
 
 
 @pytest.mark.full
 def test_replicas_are_made_equal_before_each_save_and_the_export(
-    d9d: D9d, local_sgd: Callable[[bool], Path], tmp_path: Path
+    d9d: D9d, own_steps: Callable[[bool], Path], tmp_path: Path
 ) -> None:
-    status, _, error = d9d("train", str(local_sgd(True)), "--nproc", "2")
+    status, _, error = d9d("train", str(own_steps(True)), "--nproc", "2")
     assert status == 0, error
     moved = [[float(line) for line in (tmp_path / f"averaged-{rank}").read_text().split()] for rank in (0, 1)]
     assert len(moved[0]) == len(moved[1]) == 4  # saves after steps 2, 4 and 6, and the export

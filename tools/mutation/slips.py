@@ -22,6 +22,7 @@ GROUPS = {
     "d9d-verify": ("packages/d9d-verify",),
     "d9d-testing": ("packages/d9d-testing",),
     "d9d-data": ("plugins/d9d-data",),
+    "d9d-local-sgd": ("plugins/d9d-local-sgd",),
     "d9d-metrics": ("plugins/d9d-metrics",),
     "d9d-moe": ("plugins/d9d-moe",),
     "d9d-optim": ("plugins/d9d-optim",),

@@ -266,6 +266,9 @@ class StrategyCost:
             ranks cannot split the heads. Functions with the same effect should be equal, so that plans evaluate each
             once.
         overlaps: axes whose collectives in blocks overlap, in chunks, with the matrix products of their block.
+        meets_every: number of steps between two all-reduces, in float32, of the parameters over ``dp_replicate``, whose
+            replicas take their own steps; 0 if gradients are reduced over ``dp_replicate`` instead.
+        state: bytes per trained parameter of tensors that the strategy keeps, sharded like the parameter.
     """
 
     shards: bool = False
@@ -280,6 +283,8 @@ class StrategyCost:
     keeps_attention: bool = False
     context: Callable[[OpCost, int], ContextCost] | None = None
     overlaps: frozenset[str] = frozenset()
+    meets_every: int = 0
+    state: float = 0.0
 
     def __or__(self, other: StrategyCost) -> StrategyCost:
         """Combine two effects: non-default fields of ``other`` replace the fields of this effect."""

@@ -89,7 +89,7 @@ class StepResult:
     Attributes:
         loss: float32 0-d, the weighted loss over the full batch.
         terms: loss term -> its mean before the coefficient is applied.
-        grad_norm: float32 0-d, gradient norm before clipping.
+        grad_norm: float32 0-d, gradient norm before clipping; the mean over replicas that take their own steps.
         finite: bool 0-d; where false, the step left the training state unchanged.
         tokens: 0-d, tokens (or samples) of the step over all ranks.
         stop: bool 0-d, whether any rank was asked to stop.

@@ -247,6 +247,9 @@ class StrategySpec(ConfiguredSpec):
         alternatives: ``(config) -> Sequence[config]``, imported without torch: further settings that ``d9d plan``
             tries; for a data-parallel strategy if a step has several microbatches, for another strategy if the job has
             it.
+        alters_training: whether results with several ranks along ``axes`` differ from one process by more than
+            rounding. Such a strategy is never recommended or chosen, only used if the job names it; ``d9d plan`` keeps
+            the job's sizes of these axes.
     """
 
     anchor: str
@@ -254,6 +257,7 @@ class StrategySpec(ConfiguredSpec):
     axes: Set[str] = frozenset()
     cost: Ref | None = None
     alternatives: Ref | None = None
+    alters_training: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

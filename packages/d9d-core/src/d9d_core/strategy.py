@@ -16,6 +16,7 @@ Start here: :class:`Strategy` changes a built stage and returns an :class:`Appli
             return Applied(modules=tuple(blocks), collectives=no_collectives)
 
 A strategy that shards or replicates parameters lists the :class:`GradientOwner` of each reduction that it takes over.
+Optional: :class:`Meetings`, of a strategy whose replicas take their own optimizer steps.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from d9d_core.topology import Topology
 
 __all__ = [
     "Applied", "Collective", "CommunicatesAlone", "CommunicatesInContext", "Communication", "ContextCall",
-    "GradientOwner", "Kind", "Pass", "Reducer", "StepShape", "Strategy", "no_collectives",
+    "GradientOwner", "Kind", "Meetings", "Pass", "Reducer", "StepShape", "Strategy", "no_collectives",
 ]  # fmt: skip
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive"]
@@ -60,6 +61,7 @@ class Collective:
         approximate: whether ``bytes`` is an estimate, because it depends on values such as the choices of a router.
         at_most: whether ``count`` is an upper bound: the recomputation of a checkpointed block stops at the last tensor
             that the backward needs.
+        every: number of steps per ``count`` calls; above 1 for calls that only some steps make.
     """
 
     kind: Kind
@@ -71,6 +73,7 @@ class Collective:
     module: str | None = None
     approximate: bool = False
     at_most: bool = False
+    every: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,9 @@ class GradientOwner:
 
     For a parameter that belongs to a view (:attr:`Applied.views`), ``axis`` is a dimension of the view. Owner ``none``:
     the gradient is not reduced over the axis. If ranks of the axis see different samples and hold the same part of the
-    parameter, its replicas then diverge, and the strategy must set :attr:`Applied.resynchronise`.
+    parameter, its replicas then diverge, and the strategy must set :attr:`Applied.meetings` or
+    :attr:`Applied.resynchronise`. The replicas of all trained parameters must then diverge over the same axes: a
+    replica's loss is the mean over its own samples, and so are all its gradients.
     """
 
     parameter: str
@@ -207,6 +212,42 @@ class Reducer(Protocol):
 
     def reduce(self) -> None:
         """Reduce the remaining gradients, all of which exist. Called only if a backward was not ``complete``."""
+        ...
+
+
+class Meetings(Protocol):
+    """Meetings of replicas that take their own optimizer steps, for :attr:`Applied.meetings`.
+
+    Between two meetings, each replica trains with the gradients, gradient norm and optimizer state of its own samples.
+    If a step is not finite in one replica, no replica takes it. At a meeting, the parameters of all replicas become
+    equal; optimizer states stay different. A checkpoint keeps the parameters (except after a meeting) and the optimizer
+    state of every replica, so a run may be saved and stopped after any step. Evaluations and exports between two
+    meetings use the mean of the replicas' parameters, and do not change the training.
+    """
+
+    def start(self) -> None:
+        """Take the current values of the parameters as common values of all replicas, and create :meth:`state`.
+
+        Called after the parameters have their initial values, and again if a checkpoint without the state was loaded.
+        """
+        ...
+
+    def due(self, steps: int) -> bool:
+        """Whether the replicas meet after ``steps`` steps (1 or more): a pure function, equal on all ranks."""
+        ...
+
+    def meet(self) -> None:
+        """Make the parameters of all replicas equal, in place. Collective over the axes of the replicas.
+
+        Called after the optimizer's step, also if this step was not finite and changed nothing.
+        """
+        ...
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Tensors that checkpoints save: ``"<parameter name>/<slot>"`` -> tensor, not copied.
+
+        Equal in all replicas, and sharded like the parameter; a load writes into these tensors.
+        """
         ...
 
 
@@ -238,6 +279,8 @@ class Applied:
             evaluation and export, which use only one replica.
         check_kernels: function called when kernels are bound to the stage's ops, after all strategies; raises
             :class:`~d9d_core.errors.BuildError` if the kernels do not support the strategy.
+        meetings: meetings of the replicas, instead of ``resynchronise``, if replicas take their own steps and a save,
+            an evaluation or an export must not change the training.
     """
 
     modules: tuple[str, ...]
@@ -254,6 +297,7 @@ class Applied:
     collectives: Communication | None = None
     resynchronise: Callable[[], None] | None = None
     check_kernels: Callable[[], None] | None = None
+    meetings: Meetings | None = None
 
 
 class Strategy(Protocol):

@@ -116,7 +116,7 @@ class MemoryModel:
         load, on_device = self._workload, 0.0 if self._effect.offloads else 1.0
         alike = {id(cost): stage for stage, cost in enumerate(self._stages)}
         return max(
-            on_device * (self._number(stage).shards * load.parameter_width + self._sum(stage).update.state)
+            on_device * (self._number(stage).shards * load.parameter_width + self._state(stage))
             + self._communication([stage])
             + self._kept(stage)
             for stage in alike.values()
@@ -129,7 +129,7 @@ class MemoryModel:
         updates = [self._sum(stage).update for stage in stages]
         parts = {
             "parameters": shards * self._workload.parameter_width,
-            "optimizer": on_device * sum(update.state for update in updates),
+            "optimizer": on_device * sum(self._state(stage) for stage in stages),
             "gradients": sum(self._gradients(stage) for stage in stages),
             "activations": 0.0,
             "logits": 0.0,
@@ -151,7 +151,7 @@ class MemoryModel:
         copies = whole * load.compute_width(effect) if load.job.precision.autocast else 0.0
         parts = {
             "parameters": shards * load.parameter_width * on_device,
-            "optimizer": sum(self._sum(stage).update.state for stage in stages) * on_device,
+            "optimizer": sum(self._state(stage) for stage in stages) * on_device,
             "gradients": point.gradients,
             "activations": kept - logits - point.released_activations,
             "logits": logits - point.released_logits,
@@ -202,6 +202,10 @@ class MemoryModel:
                 self._updates.of(cost.blocks),
             )
         return self._sums[id(cost)]
+
+    def _state(self, stage: int) -> float:
+        """Bytes of the optimizer's state, and of the tensors that strategies keep."""
+        return self._sum(stage).update.state + self._number(stage).trained * self._effect.state
 
     def _kept(self, stage: int) -> float:
         return self._sum(stage).kept

@@ -27,11 +27,17 @@ class Options:
         self._own = own
         self._configs: dict[tuple[str, str], PluginConfig | None] = {}
         specs = {name: registry.find("strategy", name).spec for name in own}
+        altering = [spec for spec in specs.values() if isinstance(spec, StrategySpec) and spec.alters_training]
         self.kept = [
             config
             for name, config in own.items()
-            if not (isinstance(spec := specs[name], StrategySpec) and spec.anchor in _OF_LAYOUTS)
+            if specs[name] in altering
+            or not (isinstance(spec := specs[name], StrategySpec) and spec.anchor in _OF_LAYOUTS)
         ]
+        sizes = job.mesh.sizes()
+        #: Axes of strategies that alter the training, whose sizes the search keeps.
+        self.fixed = {axis: sizes[axis] for spec in altering for axis in spec.axes}
+        self._excluded = {token for spec in altering for token in spec.conflicts}
         self.recomputing = [
             [config]
             for entry in registry.entries("strategy")
@@ -47,7 +53,8 @@ class Options:
 
     def _ready(self, axis: str) -> list[StrategySpec]:
         """Strategies for an axis: the job's own, or else all that need no additional library."""
-        specs = strategies_for(axis, self._registry)
+        found = strategies_for(axis, self._registry)
+        specs = [spec for spec in found if f"strategy:{spec.key}" not in self._excluded]
         own = [spec for spec in specs if spec.key in self._own]
         needy = [spec for spec in specs if any(token.startswith("import:") for token in spec.requires)]
         return own or [spec for spec in specs if spec not in needy]
@@ -72,7 +79,8 @@ class Options:
         """
         used = [axis for axis in ("tp", "cp", "ep") if mesh.sizes()[axis] > 1]
         several = [list(choice) for choice in product(*(self._of_axis(axis) for axis in used))]
-        needed = frozenset(axis for axis in ("dp_shard", "dp_replicate") if mesh.sizes()[axis] > 1)
+        data = [axis for axis in ("dp_shard", "dp_replicate") if axis not in self.fixed]
+        needed = frozenset(axis for axis in data if mesh.sizes()[axis] > 1)
         if not needed:
             return several
         settings = self._data_parallel(needed)

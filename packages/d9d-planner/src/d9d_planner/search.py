@@ -150,9 +150,10 @@ def layouts(workload: Workload, devices: int, node: int) -> Iterator[Layout]:
                 data = devices // pp // tp // cp
                 if job.batch.size % data:
                     continue
-                for shards in _shards(data, max(1, node // tp // cp)):
+                for shards in _shards(data, max(1, node // tp // cp), options.fixed.get("dp_replicate")):
                     mesh = Mesh(pp=pp, tp=tp, cp=cp, dp_shard=shards, dp_replicate=data // shards)
-                    yield from _layouts_on(mesh, options, job.batch.size // data)
+                    if all(mesh.sizes()[axis] == size for axis, size in options.fixed.items()):
+                        yield from _layouts_on(mesh, options, job.batch.size // data)
 
 
 def _layouts_on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
@@ -171,8 +172,13 @@ def _layouts_on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
                 yield Layout(spread, parallel, None, size, microbatch)
 
 
-def _shards(data: int, within: int) -> list[int]:
-    """Sizes of ``dp_shard`` to try: 1, the devices of one machine or of a few machines, and all ranks."""
+def _shards(data: int, within: int, replicas: int | None) -> list[int]:
+    """Sizes of ``dp_shard`` to try: 1, the devices of one machine or of a few machines, and all ranks.
+
+    With a fixed number of replicas there is one size at most.
+    """
+    if replicas is not None:
+        return [] if data % replicas else [data // replicas]
     return [count for count in divisors(data) if count in {1, within, 4 * within, 16 * within, data}]
 
 

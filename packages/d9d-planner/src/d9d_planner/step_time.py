@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from d9d_core.cost import BlockCost, Exchange, StageCost, StageTimes, StrategyCost
 from d9d_core.errors import JobError
@@ -78,6 +78,9 @@ class TimeModel:
         self._workload, self._layout, self._stages, self._device = workload, layout, stages, device
         self._effect: StrategyCost = workload.strategy(layout)
         self._groups = workload.groups(layout)
+        self._met = self._groups.replicas
+        if self._effect.meets_every:  # replicas that take their own steps reduce no gradients among each other
+            self._groups = replace(self._groups, replicas=Group(1), expert_replicas=Group(1))
         self._width = workload.compute_width(self._effect)
         self._found: dict[int, _Tally] = {}
         self._axes = {axis: axis_group(layout.mesh, axis) for axis in ("tp", "cp", "ep")}
@@ -106,7 +109,7 @@ class TimeModel:
         total = busy if layout.pipeline is None else self._simulated(tallies)
         parts["bubble"] = total - busy
         parts["optimizer"] = self._optimizer()
-        ends = self._ends()
+        ends = self._ends() + self._meeting()
         parts["data parallelism"] = parts.get("data parallelism", 0.0) + ends
         parts["idle"] = self._device.overhead * busy
         return StepTime(total + parts["optimizer"] + ends + parts["idle"], parts)
@@ -320,6 +323,13 @@ class TimeModel:
             sent = 2 * seconds("all_to_all", update.exchanged, sharing, device)
             taken[host] += moved / device.copy_bytes + update.flops / device.product + sent
         return max(taken)
+
+    def _meeting(self) -> float:
+        """Seconds of the meetings of replicas that take their own steps, per step."""
+        if not self._effect.meets_every:
+            return 0.0
+        sizes = (_FLOAT32 * self._numbers(stage.blocks) for stage in self._stages)
+        return max(seconds("all_reduce", size, self._met, self._device) for size in sizes) / self._effect.meets_every
 
     def _ends(self) -> float:
         """Seconds of data-parallel communication that no computation hides.

@@ -23,7 +23,7 @@ from d9d_engine.job import Job
 from d9d_verify.compare import Verdict, compare
 from d9d_verify.deviations import Limits
 from d9d_verify.layouts import Layout
-from d9d_verify.measure import Witness, measure
+from d9d_verify.measure import Witness, join_replicas, measure
 from d9d_verify.measurement import Measurement, Record
 from d9d_verify.run import narrowest_dtype
 from torch import distributed as dist
@@ -181,7 +181,9 @@ def train_part(values: Mapping[str, Any], plugins: Sequence[str], guide: Mapping
     """Train a job to its end, from its newest checkpoint if there is one. Collective over a world."""
     job = job_of(values, plugins)
     witness = Witness(Measurement(**guide))
-    job.build(lambda _text: None, topology_here(job), observers=[witness]).train()
+    trainer = job.build(lambda _text: None, topology_here(job), observers=[witness])
+    join_replicas(trainer)
+    trainer.train()
     return vars(witness.record)
 
 

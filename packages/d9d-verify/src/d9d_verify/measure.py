@@ -22,8 +22,12 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.job import Job
 from d9d_engine.run.checkpointer import Progress, open_store
 from d9d_engine.run.trainer import Trainer
+from d9d_engine.step.clip import Clipper
+from d9d_engine.step.executor import StageLoss
 from d9d_weights.sharding.model_tensors import model_tensors
+from d9d_weights.sharding.shards import ReplicaSlice
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from d9d_verify.measurement import Measurement, Record, fill
 
@@ -204,6 +208,7 @@ def measure(
     witness = Witness(guide)
     observers: list[Subscriber] = [witness, Jitter(seed)] if elsewhere else [witness]
     trainer: Trainer = job.build(lambda _text: None, topology, observers=observers)
+    join_replicas(trainer)
     if rate is not None:
         trainer.step.lr_schedule = rate.on(trainer.step.lr_schedule, steps)
     executor = trainer.step.executor
@@ -222,6 +227,41 @@ def measure(
         if rate is not None and rate.loud:
             trainer.step(steps, prefetcher.next())
     return witness.record
+
+
+class MeanGradients(Clipper):
+    """Clipper that first gives all replicas the mean of their gradients, weighted like the loss.
+
+    Args:
+        trainer: trainer whose replicas take their own steps.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._step, self._stage = trainer.step, trainer.stage
+        self._clipper = trainer.step.clipper
+
+    @torch.no_grad()
+    def clip(self, loss: StageLoss, tokens: int | Tensor) -> ev.StepResult:
+        """Replace gradients by their means, then clip. Collective over all ranks."""
+        share, group = self._step.loss_scale.share, self._step.replicas.group
+        assert share is not None
+        for parameter in self._stage.parameters():
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                gradient.mul_(share)
+                dist.all_reduce(gradient, group=group)
+        return self._clipper.clip(loss, tokens)
+
+
+def join_replicas(trainer: Trainer) -> None:
+    """Make replicas that take their own steps comparable with one process: mean gradients, and no meetings.
+
+    Each replica then makes the same steps. No effect without such replicas.
+    """
+    replicas = trainer.step.replicas
+    if replicas.count > 1:
+        trainer.step.clipper = MeanGradients(trainer)
+        replicas.meetings = ()
 
 
 def probe(job: Job, topology: Topology, steps: int) -> tuple[Rate, float]:
@@ -271,7 +311,7 @@ def _forget(trainer: Trainer) -> None:
     """Overwrite parameters and optimizer state in memory, so that values that a load does not restore are detected."""
     with torch.no_grad():
         for tensor in trainer.checkpointer.tensors().values():
-            local(tensor).zero_()
+            local(tensor.tensor if isinstance(tensor, ReplicaSlice) else tensor).zero_()
     trainer.step.statistics.reset()
     trainer.prefetcher.next()
 

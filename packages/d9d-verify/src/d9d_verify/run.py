@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from d9d_core.errors import D9dError, JobError, TrainingError
+from d9d_core.plugin import StrategySpec
 from d9d_core.traits import HasExperts, modules_with
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
@@ -79,6 +80,9 @@ def verify(
     model = scaled_model(job, values)
     for reason in layout_dependence(model):
         note(f"this model computes differently in different layouts by design: {reason}")
+    for layout in layouts:
+        for reason in _altered(job, layout):
+            note(reason)
     with tempfile.TemporaryDirectory(prefix="d9d-verify-") as temporary:
         directory = Path(temporary)
         note(f"reference: one process, {steps} steps, batch {values['batch']['size']}")
@@ -102,6 +106,18 @@ def verify(
             verdicts.append(verdict)
         note(f"compared: {compared(reference)}; {_settings(directory / 'reference', steps)}")
     return verdicts
+
+
+def _altered(job: Job, layout: Layout) -> Iterator[str]:
+    """Lines about strategies that alter the training, and the values that are compared nevertheless."""
+    for entry in layout.parallel:
+        name = entry["name"] if isinstance(entry, Mapping) else entry
+        spec = job.registry.find("strategy", name).spec
+        if isinstance(spec, StrategySpec) and spec.alters_training:
+            yield (
+                f"{layout.name}: with {name}, replicas take their own steps by design; compared are the means of their "
+                "gradients, clipped by one norm, and the updates from these, without meetings"
+            )
 
 
 def _checkpoint(directory: Path) -> Checkpoint | None:

@@ -89,9 +89,11 @@ def _idle_export(job: JobConfig, model: Chosen) -> list[str]:
 
 
 def strategies_for(axis: str, registry: Registry) -> list[StrategySpec]:
-    """Strategies that use a mesh axis, sorted by the number of axes that they use."""
+    """Strategies that use a mesh axis and do not alter the training, sorted by the number of axes that they use."""
     specs = [entry.spec for entry in registry.entries("strategy")]
-    found = [spec for spec in specs if isinstance(spec, StrategySpec) and axis in spec.axes]
+    found = [
+        spec for spec in specs if isinstance(spec, StrategySpec) and axis in spec.axes and not spec.alters_training
+    ]
     return sorted(found, key=lambda spec: (len(spec.axes), spec.key))
 
 

@@ -9,7 +9,7 @@ from d9d_core.errors import CheckpointError
 from d9d_weights.checkpoint.manifest import read_state
 from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.sharding.agreement import is_known_to_all, on_all, on_main, reason
-from d9d_weights.sharding.shards import describe
+from d9d_weights.sharding.shards import ReplicaSlice, describe
 from torch import Tensor
 from torch import distributed as dist
 
@@ -53,7 +53,7 @@ class Checkpoint:
 
     def load_into(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor | ReplicaSlice],
         scope: str = "",
         optional: Collection[str] = (),
         only: bool = False,

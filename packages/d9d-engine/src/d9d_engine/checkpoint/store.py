@@ -30,7 +30,7 @@ from d9d_weights.checkpoint.names import folder, steps_in, strays_in
 from d9d_weights.files.open import open_store
 from d9d_weights.sharding.agreement import on_all, on_main
 from d9d_weights.sharding.collectives import all_gather_objects
-from d9d_weights.sharding.shards import LocalShards, Owners, check_memory, describe, signature
+from d9d_weights.sharding.shards import LocalShards, Owners, ReplicaSlice, check_memory, describe, signature
 from torch import Tensor
 from torch import distributed as dist
 
@@ -234,7 +234,7 @@ class CheckpointStore:
         warning: str | None = on_main(lambda: self._pruner.prune(step, kept_before), self.group)
         return warning
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+    def reserve(self, tensors: Mapping[str, Tensor | ReplicaSlice]) -> None:
         """Allocate buffers for copies of these tensors now, not during the first save. Collective over all ranks."""
         own = self._own(*on_all(lambda: self._describe(tensors), self.group))
         on_all(lambda: self._stager.reserve(own), self.group)
@@ -242,7 +242,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor | ReplicaSlice],
         values: Mapping[str, Any],
         facts: Mapping[str, Any],
         volatile: Collection[str] = (),
@@ -374,7 +374,7 @@ class CheckpointStore:
         except Exception as second:  # includes a lost connection to another rank
             error.add_note(f"besides, {second}")
 
-    def _describe(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, LocalShards], list[Any]]:
+    def _describe(self, tensors: Mapping[str, Tensor | ReplicaSlice]) -> tuple[dict[str, LocalShards], list[Any]]:
         """Shards of ``tensors`` on this rank, and the signature by which a changed layout is noticed."""
         local_shards = describe(tensors)
         form = signature(local_shards)

@@ -138,7 +138,8 @@ def print_communication(console: Console, job: Job, plan: Plan) -> None:
             table.add_row(f"  {row.source}", *row.cells())
         console.print(table)
     kinds = [f"{calls} {kind} {size:,} bytes" for kind, (calls, size) in found.total.items()]
-    console.print(f"  in a step: {'; '.join(kinds) or 'none'}", highlight=False)
+    average = ", on average" if any(entry.collective.every > 1 for entry in found.entries) else ""
+    console.print(f"  in a step{average}: {'; '.join(kinds) or 'none'}", highlight=False)
     if any(entry.collective.approximate for entry in found.entries):
         console.print("  ~: depends on values of the step, such as the choices of a router", highlight=False)
     if any(entry.collective.bytes is None for entry in found.entries):

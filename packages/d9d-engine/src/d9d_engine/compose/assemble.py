@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from d9d_core.peft import PeftMethod
 from d9d_core.plugin import StrategySpec
 from d9d_core.program.placement import Pipeline, plan_pipeline
 from d9d_core.registry.capabilities import Chosen
-from d9d_core.strategy import Applied, Communication, Reducer, Strategy
+from d9d_core.strategy import Applied, Communication, Meetings, Reducer, Strategy
 from d9d_core.traits import Divisible, PipelineStage
 from d9d_weights.graph.graph import specs_of
 from d9d_weights.sharding.collectives import all_gather_objects
@@ -36,6 +36,7 @@ from d9d_engine.compose.parts.sample_lengths import check_lengths
 from d9d_engine.compose.root import Root
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.ownership import Ownership, check_replicas, settle
+from d9d_engine.step.replicas import joined_meetings
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ class Assembly:
     def on_host(self) -> frozenset[str]:
         """Names of the parameters in host memory."""
         return frozenset(name for _, applied in self.applied for name in applied.on_host)
+
+    @property
+    def meetings(self) -> list[Meetings]:
+        """Meetings of replicas that take their own steps."""
+        return [applied.meetings for _, applied in self.applied if applied.meetings is not None]
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -210,7 +216,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]
     ownership = settle(trained, topology, outcomes_by_name)
-    check_replicas(dict(model.named_parameters()), ownership, topology, outcomes_by_name)
+    ownership = check_replicas(dict(model.named_parameters()), ownership, topology, outcomes_by_name)
     return Assembly(
         pipeline,
         stages,
@@ -346,7 +352,17 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         cuda_graphs=any(outcome.cuda_graphs for outcome in outcomes),
         outside_graph=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.outside_graph)),
         notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
+        resynchronise=_in_turn([o.resynchronise for o in outcomes if o.resynchronise is not None]),
+        meetings=joined_meetings([o.meetings for o in outcomes if o.meetings is not None]),
     )
+
+
+def _in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
+    def call() -> None:
+        for one in calls:
+            one()
+
+    return call if calls else None
 
 
 def check_divisibility(stage: nn.Module, sizes: Mapping[str, int]) -> None:

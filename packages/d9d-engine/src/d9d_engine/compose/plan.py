@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from d9d_core.components.contract import check_metric, check_optimizer
 from d9d_core.components.instantiate import instantiate
-from d9d_core.errors import D9dError
+from d9d_core.errors import BuildError, D9dError
 from d9d_core.first_pass import TwoPassTask
 from d9d_core.job_file.job import JobConfig
 from d9d_core.job_file.resolve import Selection
 from d9d_core.layout.check import idle_parts
 from d9d_core.metric import StageMetric
-from d9d_core.optimizer import LrSchedule, Optimizer
+from d9d_core.optimizer import AveragesWeights, LrSchedule, Optimizer
 from d9d_core.plugin import ModelSpec
 from d9d_core.registry.capabilities import Verdict
 from d9d_core.registry.registry import Registry
@@ -137,7 +137,8 @@ def plan(root: Root[JobConfig, Selection]) -> Plan:
         ),
         optimizer=sum(
             local(tensor).nbytes for key, tensor in optimizer.state().items() if key.rpartition("/")[0] in here
-        ),
+        )
+        + _meeting_bytes(assembly),
         frozen=_frozen_bytes(root, assembly, task),
     )
     collectives = step_collectives(job, selection, assembly, topology, task, optimizer)
@@ -162,6 +163,13 @@ def plan(root: Root[JobConfig, Selection]) -> Plan:
 def _gradient_dtype(job: JobConfig, parameter: Tensor) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else parameter.dtype
     return dtype
+
+
+def _meeting_bytes(assembly: Assembly) -> int:
+    """Bytes of this rank's tensors of meetings."""
+    for one in assembly.meetings:
+        one.start()
+    return sum(local(tensor).nbytes for one in assembly.meetings for tensor in one.state().values())
 
 
 def _frozen_bytes(root: Root[JobConfig, Selection], assembly: Assembly, task: object) -> int:
@@ -196,10 +204,16 @@ def choose_optimizer(
         assembly: assembled model.
 
     Raises:
-        BuildError: the job names a backend for an op that neither the model nor the optimizer calls.
+        BuildError: the job names a backend for an op that neither the model nor the optimizer calls, or the optimizer
+            averages weights of replicas that take their own steps.
     """
     job = root.job
     optimizer: Optimizer = instantiate(root.selection.optimizer, job.optimizer, assembly.trained())
+    if assembly.meetings and isinstance(optimizer, AveragesWeights):
+        raise BuildError(
+            f"optimizer {root.selection.optimizer.entry} averages weights for evaluation, which a checkpoint cannot "
+            "keep for replicas that take their own steps; use the optimizer without the average"
+        )
     norm = GradientNorm(job.gradient_clipping.p)
     kernels = bind_kernels(
         [("optimizer", optimizer), ("gradient_clipping", norm)],

@@ -49,6 +49,7 @@ from d9d_engine.step.clip import Clipper, division_of
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.loss import LossScale
 from d9d_engine.step.ownership import DATA_AXES
+from d9d_engine.step.replicas import Replicas
 from d9d_engine.step.step import TrainStep
 from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
@@ -108,6 +109,8 @@ def build(
     optimizer.init_state()
     check_optimizer(selection.optimizer, optimizer)
     events.emit(ev.OptimizerReady(optimizer))
+    replicas = Replicas(trained, assembly.ownership, topology, assembly.meetings)
+    replicas.start()
 
     statistics = build_statistics(
         selection.metrics, assembly, topology, all_parts, job.nonfinite == "skip", "training", task.own_metrics
@@ -137,7 +140,7 @@ def build(
     step = TrainStep(
         task=task,
         first_pass=first.over(stream, "data"),
-        loss_scale=LossScale(task, auxiliary_losses, data_ranks, all_parts),
+        loss_scale=LossScale(task, auxiliary_losses, data_ranks, all_parts, (replicas.index, replicas.count)),
         executor=executor,
         gradients=gradients,
         clipper=Clipper(
@@ -151,6 +154,7 @@ def build(
             views=assembly.ownership.views,
             elsewhere=ties.elsewhere,
             divide=division_of(optimizer, events),
+            apart=assembly.ownership.apart,
         ),
         statistics=statistics,
         before_update=store.before_mutation,
@@ -161,6 +165,7 @@ def build(
         events=events,
         ranges=ranges,
         mark=step_mark(assembly.applied),
+        replicas=replicas,
     )
     evaluator = build_evaluator(job, selection, assembly, topology, task, own_task, executor, all_parts, first, note)
     tracked = selection.trackers if topology.is_main else ()
@@ -184,6 +189,7 @@ def build(
         save_assets=stream.save_assets,
         facts=start_facts(selection, assembly, [*assembly.kernels, *kernels], topology.device, stream),
         resynchronise=[one.resynchronise for _, one in assembly.applied if one.resynchronise is not None],
+        replicas=replicas,
     )
     return Trainer(
         Collaborators(
@@ -203,7 +209,7 @@ def build(
             sleeper=Sleeper(
                 {
                     "weights": partial(_weights, [model] if first.model is None else [model, first.model]),
-                    "optimizer": partial(_of_optimizer, optimizer, trained),
+                    "optimizer": partial(_of_optimizer, optimizer, trained, replicas),
                 },
                 topology.device,
             ),
@@ -254,8 +260,9 @@ def _weights(models: Sequence[nn.Module]) -> Iterator[Tensor]:
         yield from model.buffers()
 
 
-def _of_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> Iterator[Tensor]:
+def _of_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter], replicas: Replicas) -> Iterator[Tensor]:
     yield from optimizer.state().values()
+    yield from replicas.state().values()
     yield from (parameter.grad for parameter in trained.values() if parameter.grad is not None)
 
 

@@ -228,6 +228,12 @@ class Topology:
         return self._groups[ranks, purpose]
 
 
+def place_along(topology: Topology, axes: Sequence[str]) -> tuple[int, int]:
+    """Index of this rank among the ranks that differ from it along base axes only, and their number."""
+    ranks = Grid({axis: topology.sizes[axis] for axis in AXES}).group(topology.rank, axes)
+    return ranks.index(topology.rank), len(ranks)
+
+
 def describe_rank(sizes: Mapping[str, int], rank: int) -> str:
     """Rank and coordinates: ``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
     coordinate = Grid({axis: sizes[axis] for axis in AXES}).coordinate(rank)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from d9d_core.config import ModelConfig
 from d9d_core.errors import CheckpointError
@@ -27,6 +27,7 @@ from d9d_weights.progress import ByteBar, waiting
 from d9d_weights.sharding.agreement import on_main
 from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.model_tensors import model_tensors
+from d9d_weights.sharding.shards import ReplicaSlice
 from torch import Tensor, nn
 
 from d9d_engine.checkpoint.retention import BestOf, Retention
@@ -37,10 +38,15 @@ from d9d_engine.run.directory import read_ending, write_ending, write_start
 from d9d_engine.run.logbook import Skips, is_state
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.ownership import Ownership
+from d9d_engine.step.replicas import Replicas
 from d9d_engine.step.tied import Ties
 from d9d_engine.trackers.hub import TrackerHub
 
 _MODEL, _OPTIMIZER, _METRICS = "model/", "optimizer/", "metrics/"
+T = TypeVar("T")
+#: Tensors of replicas that take their own steps, one row for each replica, and tensors of their strategies.
+_REPLICAS, _STRATEGY = "replicas/", "strategy/"
 #: Fields of the job that a resumed run may not change: weights and data order depend on them.
 _FIXED = ("model.", "seed", "precision.parameters")
 #: Fields of the model that may change: the checkpoint has the weights. ModelConfig.free_on_resume adds further ones.
@@ -138,6 +144,7 @@ class Checkpointer:
         note: Callable[[str], None],
         stateful: Mapping[str, StatefulSubscriber] | None = None,
         resynchronise: Sequence[Callable[[], None]] = (),
+        replicas: Replicas | None = None,
         programs: Sequence[Program] = (),
         save_assets: Callable[[Path], None] = lambda _directory: None,
         facts: Mapping[str, Any] | None = None,
@@ -158,6 +165,7 @@ class Checkpointer:
         self._stateful = dict(stateful or {})
         self._said_unscored = False
         self._resynchronise = resynchronise
+        self._replicas = replicas or Replicas({}, Ownership({}), store.topology)
 
     def record(self, step: int, trains: bool) -> None:
         """Write the job and its plugins to the run's directory; see :func:`~d9d_engine.run.directory.write_start`.
@@ -293,7 +301,7 @@ class Checkpointer:
         progress, trackers = (Progress(), {}) if checkpoint is None else self._continue(checkpoint)
         if self._job.checkpoint.every is not None and self._job.checkpoint.asynchronous:
             large = self._changed_by_optimizer() - self._left_out()
-            self.store.reserve({name: tensor for name, tensor in self._weights().items() if name in large})
+            self.store.reserve({name: tensor for name, tensor in self._saved_weights().items() if name in large})
         return progress, trackers
 
     @contextmanager
@@ -329,15 +337,32 @@ class Checkpointer:
         values = checked_values(checkpoint.values(), checkpoint.location)
         self._load_evaluated(checkpoint)
         yield Progress(step, values["tokens"], Skips(), values.get("losses", {}), progress.trained_by, chosen)
-        self._load_evaluated(self.store.open(folder(progress.step)))
+        last = self.store.open(folder(progress.step))
+        self._load_evaluated(last)
+        self._load_own_parameters(last)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | ReplicaSlice]:
         """Tensors that a checkpoint holds, by their names in the checkpoint. Collective over all ranks."""
         left_out = self._left_out()
         return {name: tensor for name, tensor in self._everything().items() if name not in left_out}
 
-    def _everything(self) -> dict[str, Tensor]:
-        return {**self._weights(), **_prefixed(_METRICS, self._statistics.tensors())}
+    def _everything(self) -> dict[str, Tensor | ReplicaSlice]:
+        return {**self._saved_weights(), **_prefixed(_METRICS, self._statistics.tensors())}
+
+    def _saved_weights(self) -> dict[str, Tensor | ReplicaSlice]:
+        """Weights and optimizer state for a checkpoint: of each replica, if replicas take their own steps.
+
+        The weights of such a checkpoint, for readers that know no replicas, are means. Collective over the replicas.
+        """
+        replicas = self._replicas
+        if not replicas.kept:
+            return {**self._weights()}
+        return {
+            **_prefixed(_MODEL, {**model_tensors(self._stage), **replicas.means()}),
+            **_prefixed(_REPLICAS + _MODEL, replicas.slices(replicas.parameters())),
+            **_prefixed(_REPLICAS + _OPTIMIZER, replicas.slices(self._optimizer_state())),
+            **_prefixed(_STRATEGY, replicas.state()),
+        }
 
     def _weights(self) -> dict[str, Tensor]:
         return {**_prefixed(_MODEL, model_tensors(self._stage)), **_prefixed(_OPTIMIZER, self._optimizer_state())}
@@ -360,7 +385,10 @@ class Checkpointer:
 
     def _changed_by_optimizer(self) -> set[str]:
         parameters = {_MODEL + name for name, _ in self._stage.named_parameters()}
-        return parameters | {_OPTIMIZER + key for key in self._optimizer_state()}
+        own = _REPLICAS if self._replicas.kept else ""
+        state = {own + _OPTIMIZER + key for key in self._optimizer_state()}
+        of_replicas = {_REPLICAS + _MODEL + name for name in self._replicas.parameters()}
+        return parameters | state | of_replicas | {_STRATEGY + name for name in self._replicas.state()}
 
     def _score(self, logged: Mapping[str, float]) -> float | None:
         best = self._job.checkpoint.best
@@ -392,6 +420,8 @@ class Checkpointer:
                 f"{checkpoint.location} has a position in the data that the dataset cannot read "
                 f"({type(error).__name__}: {error}); continue with the dataset of the saved run"
             ) from error
+        if self._replicas.kept and not _replicas_in(checkpoint):
+            self._note(f"{checkpoint.name} is of a run without replicas of their own steps; all replicas start from it")
         for location in self.store.set_aside(newer_than=checkpoint.step):
             self._note(f"warning: a damaged checkpoint was set aside as {location}")
         skips = Skips.of(values["skips"]) if "skips" in values else Skips(total=values["skipped"])
@@ -408,6 +438,7 @@ class Checkpointer:
     def _load_evaluated(self, checkpoint: Checkpoint) -> None:
         """Load the weights, and the optimizer's state if evaluation weights are computed from it."""
         self.before_mutation()
+        self._replicas.differ = False  # all replicas load one model
         self._load_weights(
             checkpoint, (_MODEL, _OPTIMIZER) if isinstance(self._optimizer, AveragesWeights) else (_MODEL,)
         )
@@ -422,8 +453,39 @@ class Checkpointer:
                 checkpoint.load_into(part, scope, may_lack, on_bytes=bar.add)
         self._ties.copy_values()
 
+    def _load_replicas(self, checkpoint: Checkpoint) -> None:
+        """Load the state of this rank's replica, and the tensors of the strategy. Collective over all ranks."""
+        replicas, there = self._replicas, _replicas_in(checkpoint)
+        here = replicas.count if replicas.kept else 1
+        if there not in (0, here):
+            raise CheckpointError(
+                f"{checkpoint.location} keeps the optimizer states of {there} replicas that took their own steps, but "
+                f"this job has {here}; set mesh.dp_replicate to {there}, with the strategy of that run, or start "
+                "another run whose model.pretrained is this checkpoint"
+            )
+        if there:
+            self._load_weights(checkpoint, (_MODEL,))
+            replicas.start()
+            scope = _REPLICAS + _OPTIMIZER
+            checkpoint.load_into(_prefixed(scope, replicas.slices(self._optimizer_state())), scope)
+            state = replicas.state()
+            if state and any(name.startswith(_STRATEGY) for name in checkpoint.manifest["tensors"]):
+                checkpoint.load_into(_prefixed(_STRATEGY, state), _STRATEGY)
+            self._load_own_parameters(checkpoint)
+        else:
+            self._load_weights(checkpoint, (_MODEL, _OPTIMIZER))
+            replicas.start()
+
+    def _load_own_parameters(self, checkpoint: Checkpoint) -> None:
+        """Load the parameters of this rank's replica, if the checkpoint was saved between two meetings."""
+        scope = _REPLICAS + _MODEL
+        self._replicas.differ = any(name.startswith(scope) for name in checkpoint.manifest["tensors"])
+        if self._replicas.differ:
+            checkpoint.load_into(_prefixed(scope, self._replicas.slices(self._replicas.parameters())), scope)
+            self._ties.copy_values()
+
     def _load(self, checkpoint: Checkpoint) -> None:
-        self._load_weights(checkpoint, (_MODEL, _OPTIMIZER))
+        self._load_replicas(checkpoint)
 
         def known(metric: str, state: Mapping[str, Tensor]) -> bool:
             scope = f"{_METRICS}{metric}/"
@@ -484,7 +546,13 @@ def _is_table(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _prefixed(scope: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _replicas_in(checkpoint: Checkpoint) -> int:
+    """Number of replicas whose states a checkpoint keeps; 0 if it keeps one state for all ranks."""
+    shapes = (entry["shape"] for name, entry in checkpoint.manifest["tensors"].items() if name.startswith(_REPLICAS))
+    return next((int(shape[0]) for shape in shapes), 0)
+
+
+def _prefixed(scope: str, tensors: Mapping[str, T]) -> dict[str, T]:
     return {scope + name: tensor for name, tensor in tensors.items()}
 
 

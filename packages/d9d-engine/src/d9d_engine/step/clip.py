@@ -16,7 +16,7 @@ from d9d_core.tensors import is_dtensor, local, wide_dtype
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.mesh import Topology, place_along
 from d9d_engine.step.executor import StageLoss
 from d9d_engine.step.loss import on_device
 from d9d_engine.subscribers.event_bus import Events
@@ -38,6 +38,7 @@ class Clipper:
         stop: whether this process was asked to stop; called once per step.
         views: parameter -> mesh view over which it is sharded, if any.
         elsewhere: names of tied parameters that another pipeline rank counts.
+        apart: axes along which replicas take their own steps; each replica has its own norm, and clips by it.
         divide: takes over the scaling by a divisor (0-d float32), to save a pass over the gradients.
     """
 
@@ -52,11 +53,13 @@ class Clipper:
         views: Mapping[str, str] | None = None,
         elsewhere: Collection[str] = (),
         divide: Callable[[Tensor], None] | None = None,
+        apart: Sequence[str] = (),
     ) -> None:
+        self._place = place_along(topology, apart)
         self._divide = divide or self._divide_here
         of = views or {}
         own = {name: parameter for name, parameter in parameters.items() if name not in elsewhere}
-        self._counted = {name: p for name, p in own.items() if counts(p, topology, of.get(name))}
+        self._counted = {name: p for name, p in own.items() if counts(p, topology, of.get(name), apart)}
         self._parameters = tuple(parameters.values())
         self._coefficients = dict(coefficients)
         self._topology = topology
@@ -70,7 +73,8 @@ class Clipper:
     def clip(self, loss: StageLoss, tokens: int | Tensor) -> StepResult:
         """Sum losses, tokens and gradient norm over all ranks, and clip the gradients. Collective over all ranks.
 
-        Gradients are divided by ``max(1, (norm + 1e-6) / max_norm)``.
+        Gradients are divided by ``max(1, (norm + 1e-6) / max_norm)``. If replicas take their own steps, the result has
+        the mean of the replicas' norms, and is finite if all replicas' losses and norms are.
 
         Args:
             loss: this rank's share of the mean of each loss term.
@@ -85,18 +89,24 @@ class Clipper:
         power = self._power(device)
         maximum = math.isinf(self._norm.p)
         # A maximum reduction may lose a NaN, so NaNs are counted in the sum.
-        last = torch.isnan(power).to(power.dtype) if maximum else power
-        scalars = torch.cat([terms, *flags, last.reshape(1)])
+        index, count = self._place
+        powers = power.reshape(1)
+        if count > 1:  # one message for all replicas, with the sum of each in its own element
+            powers = power.new_zeros(count)
+            powers[index] = power
+        last = torch.isnan(powers).to(powers.dtype) if maximum else powers
+        scalars = torch.cat([terms, *flags, last])
         if self._topology.world_size > 1:
             dist.all_reduce(scalars, group=self._topology.world)
             if maximum:
-                dist.all_reduce(power, dist.ReduceOp.MAX, group=self._topology.world)
-        norm = torch.where(scalars[-1] > 0, torch.nan, power) if maximum else scalars[-1] ** (1 / self._norm.p)
-        norm = norm.float()
+                dist.all_reduce(powers, dist.ReduceOp.MAX, group=self._topology.world)
+        sums = scalars[-count:]
+        norms = (torch.where(sums > 0, torch.nan, powers) if maximum else sums ** (1 / self._norm.p)).float()
+        own, norm = (norms[index], norms.mean()) if count > 1 else (norms[0], norms[0])
         means = dict(zip(self._coefficients, scalars.float(), strict=False))
         total = torch.stack([c * means[term] for term, c in self._coefficients.items()]).sum()
         if self._max_norm is not None:
-            self._divide(((norm + 1e-6) / self._max_norm).clamp(min=1.0))
+            self._divide(((own + 1e-6) / self._max_norm).clamp(min=1.0))
         tokens_at = len(means)
         return StepResult(
             loss=total,
@@ -175,17 +185,18 @@ def division_of(optimizer: Optimizer, events: Events) -> Callable[[Tensor], None
     return optimizer.divide_gradients if isinstance(optimizer, DividesGradients) and not read else None
 
 
-def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bool:
+def counts(parameter: Tensor, topology: Topology, view: str | None = None, apart: Sequence[str] = ()) -> bool:
     """Whether this rank is the first with its shard of a parameter, and so counts the shard in the norm.
 
     Ranks have different shards along mesh dimensions that shard the parameter. Along all other dimensions, and along
-    axes that the parameter's mesh does not span, the first rank counts. Pipeline ranks hold different parameters.
+    axes that the parameter's mesh does not span, the first rank counts. Pipeline ranks hold different parameters, and
+    ranks along the axes ``apart`` different values.
     """
     if topology.world_size == 1:
         return True
     grid = Grid({axis: topology.sizes[axis] for axis in AXES}) if view is None else topology.grid(view)
     own = grid.coordinate(topology.rank)
-    spanned = {"pp"}
+    spanned = {"pp", *apart}
     if is_dtensor(parameter):
         mesh = parameter.device_mesh
         coordinate = mesh.get_coordinate()

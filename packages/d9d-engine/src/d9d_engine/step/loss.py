@@ -20,13 +20,16 @@ class LossScale:
     """Factor for each sum of a loss term, so that gradients need no scaling pass.
 
     A factor is 1 / (the term's weight over all ranks' packs), and zero without weight. If the weight depends on outputs
-    (:class:`~d9d_core.task.WeighsOutputs`), gradients are scaled after the last backward instead.
+    (:class:`~d9d_core.task.WeighsOutputs`), gradients are scaled after the last backward instead. If replicas take
+    their own steps, only the weights of the replica's own ranks count, and :meth:`settle` turns the losses into shares
+    of the means over all ranks.
 
     Args:
         task: task that declares terms and weights.
         auxiliary_losses: loss terms of the model's modules.
         group: process group of the ranks with other samples or parts of samples; ``None`` for a single rank.
         everywhere: process group of the ranks of ``group`` in all pipeline stages.
+        place: index of this rank's replica, and number of replicas that take their own steps.
 
     Raises:
         BuildError: the task weighs outputs, and modules of the model add loss terms.
@@ -38,7 +41,12 @@ class LossScale:
         auxiliary_losses: AuxiliaryLosses,
         group: dist.ProcessGroup | None = None,
         everywhere: dist.ProcessGroup | None = None,
+        place: tuple[int, int] = (0, 1),
     ) -> None:
+        self._replica, self._replicas = place
+        self._shares: Mapping[str, Tensor] = {}
+        #: Share of the replica in the weight of the first term in the last step, 0-d; ``None`` with one replica.
+        self.share: Tensor | None = None
         self._task = task
         self._auxiliary = auxiliary_losses
         self._group = group
@@ -50,7 +58,7 @@ class LossScale:
             )
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
-        """Compute each term's factor: 1 / (its weight in all ranks' packs), 0-d float32; zero if the weight is zero.
+        """Compute each term's factor: 1 / (its weight in the replica's packs), 0-d float32; zero if the weight is zero.
 
         Collective over the group.
         """
@@ -64,13 +72,29 @@ class LossScale:
             counts = [self._auxiliary.weights(microbatch) for microbatch in pack]
             added = [on_device(sum(count[term] for count in counts), total) for term in self._auxiliary.terms]
             terms, total = [*terms, *self._auxiliary.terms], torch.cat([total, *added])
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
-        inverse = torch.where(total > 0, 1 / total, torch.zeros_like(total))
-        return dict(zip(terms, inverse.unbind(), strict=True))
+        own, share = self._reduced(total, self._group)
+        if self._replicas > 1:
+            self._shares = dict(zip(terms, share.unbind(), strict=True))
+            self.share = share[0]
+        return dict(zip(terms, _inverse(own).unbind(), strict=True))
+
+    def _reduced(self, weights: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Sum weights over the replica's own ranks; return the sums, and their shares of the sums over all ranks."""
+        if self._replicas == 1:
+            if group is not None:
+                dist.all_reduce(weights, group=group)
+            return weights, weights
+        # One message for all replicas, with the sums of each in its own row.
+        table = weights.new_zeros(self._replicas, *weights.shape)
+        table[self._replica] = weights
+        dist.all_reduce(table, group=group)
+        own = table[self._replica]
+        return own, own * _inverse(table.sum(0))
 
     def settle(self, loss: StageLoss, gradients: Gradients) -> StageLoss:
         """Scale loss and gradients if the weight depends on outputs. Collective over all ranks in that case.
+
+        If replicas take their own steps, their losses are scaled by their shares of the weights.
 
         Args:
             loss: sums of the terms, and the weight of this rank's outputs.
@@ -80,16 +104,22 @@ class LossScale:
             The loss, as this rank's share of the means.
         """
         if not self._task.late:
-            return loss
+            if self._replicas == 1:
+                return loss
+            return StageLoss({term: value * self._shares[term] for term, value in loss.terms.items()})
         total = loss.weight
         if total is None:  # this rank has no outputs
             total = torch.zeros((), device=gradients.device)
-        total = total.detach().float().clone()
-        if self._everywhere is not None:
-            dist.all_reduce(total, group=self._everywhere)
-        factor = torch.where(total > 0, 1 / total, torch.zeros_like(total))
+        own, share = self._reduced(total.detach().float().clone(), self._everywhere)
+        factor = _inverse(own)
         gradients.scale(factor)
+        if self._replicas > 1:
+            self.share, factor = share, factor * share
         return StageLoss({term: value * factor for term, value in loss.terms.items()})
+
+
+def _inverse(weights: Tensor) -> Tensor:
+    return torch.where(weights > 0, 1 / weights, torch.zeros_like(weights))
 
 
 def on_device(number: int | float | Tensor, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Replicate, and a norm under sequence parallelism looks like any replicated weigh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from d9d_core.errors import BuildError
 from d9d_core.grid import Grid
@@ -28,10 +28,12 @@ class Ownership:
     Attributes:
         owners: parameter -> axis (or dimension of its view) -> owner; only axes with several ranks.
         views: parameter -> its view of the mesh, if it has one.
+        apart: data axes along which replicas of the model take their own steps.
     """
 
     owners: Mapping[str, Mapping[str, GradientOwner]]
     views: Mapping[str, str] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
 
     def synchronised(self, parameter: str) -> tuple[str, ...]:
         """Axes over which the engine all-reduces the gradient of a parameter."""
@@ -93,22 +95,50 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
 
 def check_replicas(
     parameters: Mapping[str, Tensor], ownership: Ownership, topology: Topology, applied: Iterable[tuple[str, Applied]]
-) -> None:
-    """Check that a strategy which lets replicas of a parameter diverge can make them equal again.
-
-    A checkpoint holds one replica of each parameter, so other replicas would be lost silently.
+) -> Ownership:
+    """Find the axes along which replicas diverge, and check that they diverge as a whole and can become equal again.
 
     Args:
-        parameters: name -> trained parameter, after all strategies.
+        parameters: name -> parameter, after all strategies.
         ownership: owners of the gradient reductions.
         topology: rank, device, meshes and process groups of this process.
         applied: (name of a strategy in messages, effects of the strategy) pairs.
 
+    Returns:
+        The ownership with these axes.
+
     Raises:
-        BuildError: replicas diverge; the text names the strategy, the axis and a parameter.
+        BuildError: replicas diverge and cannot become equal, or diverge in some trained parameters only; the text names
+            the strategy, the axis and a parameter.
     """
+    outcomes = list(applied)
+    _check_equalisable(parameters, ownership, topology, outcomes)
+    sizes = _data_axes(topology, None)
+    # From all claims, because a pipeline rank may have no trained parameter, but the ranks must agree.
+    apart = {
+        entry.axis: strategy
+        for strategy, outcome in outcomes
+        for entry in outcome.gradients
+        if entry.owner == "none" and sizes.get(entry.axis, 1) > 1 and entry.parameter in parameters
+        if ownership.owners.get(entry.parameter, {}).get(entry.axis, entry) is entry
+        if entry.parameter not in ownership.views and not _is_sharded(parameters[entry.parameter], entry.axis)
+    }
+    for name, owned in ownership.owners.items():
+        for axis, strategy in apart.items():
+            if name in ownership.views or axis not in owned or owned[axis].owner != "none":
+                raise BuildError(
+                    f"{strategy} lets replicas take their own steps over {axis}, but the gradient of '{name}' is "
+                    f"reduced over {axis} or a view of it; remove the strategy that shards or reduces this parameter, "
+                    f"such as expert_parallel, or set mesh.{axis} to 1"
+                )
+    return replace(ownership, apart=tuple(axis for axis in DATA_AXES if axis in apart))
+
+
+def _check_equalisable(
+    parameters: Mapping[str, Tensor], ownership: Ownership, topology: Topology, applied: Iterable[tuple[str, Applied]]
+) -> None:
     for strategy, outcome in applied:
-        if outcome.resynchronise is not None:
+        if outcome.resynchronise is not None or outcome.meetings is not None:
             continue
         for entry in outcome.gradients:
             owned = ownership.owners.get(entry.parameter, {}).get(entry.axis)
@@ -119,7 +149,7 @@ def check_replicas(
                 raise BuildError(
                     f"{strategy} leaves the gradient of '{entry.parameter}' unreduced over {entry.axis}, so that its "
                     f"{axes[entry.axis]} replicas diverge, and a checkpoint would keep only one of them; the strategy "
-                    "must declare Applied.resynchronise, which makes them equal before each save"
+                    "must declare Applied.meetings or Applied.resynchronise, which make them equal"
                 )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from d9d_core import events as ev
 from d9d_core.optimizer import AveragesWeights, LrSchedule, Optimizer
 from d9d_core.types import Pack
 
+from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.ranges import OPTIMIZER, Ranges
 from d9d_engine.step.auxiliary_losses import Tallies
 from d9d_engine.step.checked_task import CheckedTask
@@ -18,6 +19,8 @@ from d9d_engine.step.first_pass import FirstPassRunner
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.loss import LossScale
 from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.ownership import Ownership
+from d9d_engine.step.replicas import Replicas
 from d9d_engine.step.tied import Ties
 from d9d_engine.subscribers.event_bus import Events
 
@@ -35,6 +38,7 @@ class TrainStep:
         statistics: metrics over each logging period.
         before_update: called before parameters change, as a checkpoint may still be copying them.
         optimizer: updates the parameters.
+        replicas: replicas of the model that take their own steps, if any.
         ties: keeps copies of tied parameters equal.
         lr_schedule: step -> factor of the base learning rate.
         tallies: counts of the model's modules, to which some modules adapt.
@@ -61,6 +65,7 @@ class TrainStep:
         events: Events,
         ranges: Ranges | None = None,
         mark: Callable[[], None] = lambda: None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.task = task
         self.first_pass = first_pass
@@ -77,15 +82,20 @@ class TrainStep:
         self.events = events
         self.ranges = ranges or Ranges()
         self.mark = mark
+        self.replicas = replicas or Replicas({}, Ownership({}), Topology())
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Put the optimizer's evaluation weights into the model inside the block, if the optimizer has such weights."""
-        if not isinstance(self.optimizer, AveragesWeights):
+        """Put the weights for evaluation into the model inside the block.
+
+        These are the optimizer's evaluation weights, if it has such weights, or the mean of replicas that differ.
+        """
+        if not isinstance(self.optimizer, AveragesWeights) and not self.replicas.differ:
             yield
             return
         self.before_update()  # a checkpoint may still be copying the parameters
-        with self.optimizer.evaluation_weights():
+        own = self.optimizer.evaluation_weights() if isinstance(self.optimizer, AveragesWeights) else nullcontext()
+        with own, self.replicas.equal():
             self.ties.copy_values()
             yield
         self.ties.copy_values()
@@ -114,6 +124,7 @@ class TrainStep:
         with self.ranges(OPTIMIZER):
             self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
             self.optimizer.step(result.finite)  # a non-finite step changes nothing, decided on the device
+        self.replicas.after_update(step + 1)  # replicas that take their own steps may meet
         self.ties.copy_values()  # parameters in several stages, such as a tied embedding
         self.tallies.adapt(result.finite)  # such as the bias that balances the load of experts
         self.events.emit(ev.OptimizerStepEnds(step))

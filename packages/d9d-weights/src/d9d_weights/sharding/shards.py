@@ -54,19 +54,36 @@ class LocalShards:
     shards: tuple[TensorShard, ...]
 
 
-def describe(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
+@dataclass(frozen=True, slots=True)
+class ReplicaSlice:
+    """Tensor of one replica, as a slice of a global tensor whose dimension 0 is the replica.
+
+    Attributes:
+        tensor: values of this replica, shape [...]; the global tensor has shape [count, ...].
+        index: index of the replica.
+        count: number of replicas.
+    """
+
+    tensor: Tensor
+    index: int
+    count: int
+
+
+def describe(tensors: Mapping[str, Tensor | ReplicaSlice]) -> dict[str, LocalShards]:
     """Describe the shards that this rank holds, by tensor name.
 
     Raises:
         CheckpointError: a tensor is a partial sum.
     """
     known: dict[Any, list[ChunkStorageMetadata]] = {}  # cache per layout, because a model has few layouts
-    sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
+
+    def shards(name: str, tensor: Tensor | ReplicaSlice) -> LocalShards:
+        if isinstance(tensor, ReplicaSlice):
+            return _sliced(shards(name, tensor.tensor), tensor)
+        return _describe(name, tensor, known) if is_dtensor(tensor) else _whole(tensor)
+
     with torch.no_grad():
-        return {
-            name: _describe(name, sharded[name], known) if name in sharded else _whole(tensor)
-            for name, tensor in tensors.items()
-        }
+        return {name: shards(name, tensor) for name, tensor in tensors.items()}
 
 
 def signature(local_shards: Mapping[str, LocalShards]) -> list[Any]:
@@ -143,6 +160,11 @@ class Owners:
 def _whole(tensor: Tensor) -> LocalShards:
     shape = tuple(tensor.shape)
     return LocalShards(tensor.dtype, shape, (TensorShard((0,) * len(shape), tensor.detach()),))
+
+
+def _sliced(own: LocalShards, part: ReplicaSlice) -> LocalShards:
+    shards = [TensorShard((part.index, *shard.offset), shard.tensor.unsqueeze(0)) for shard in own.shards]
+    return LocalShards(own.dtype, (part.count, *own.shape), tuple(shards))
 
 
 def _describe(name: str, tensor: DTensor, known: dict[Any, list[ChunkStorageMetadata]]) -> LocalShards:

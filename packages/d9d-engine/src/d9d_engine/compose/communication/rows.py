@@ -16,7 +16,7 @@ class Row:
     Attributes:
         source: strategy or component that communicates.
         entry: first collective of the row.
-        calls: number of calls of all collectives of the row.
+        calls: number of calls of all collectives of the row, in a step or in several.
         what: purpose, with ``*`` for differing numbers.
     """
 
@@ -29,7 +29,7 @@ class Row:
         """Cells of the row: kind, mesh dimensions, number of ranks, calls, bytes per call and purpose."""
         one = self.entry.collective
         size = "?" if one.bytes is None else f"{'~' if one.approximate else ''}{one.bytes:,}"
-        calls = f"{'up to ' if one.at_most else ''}{self.calls}"
+        calls = f"{'up to ' if one.at_most else ''}{self.calls}{f' / {one.every} steps' if one.every > 1 else ''}"
         return one.kind, one.group, str(len(one.ranks)), calls, size, self.what
 
 
@@ -39,7 +39,7 @@ def grouped(entries: Iterable[Entry]) -> Sequence[Row]:
     for entry in entries:
         one = entry.collective
         pattern = without_numbers(one.purpose)
-        key = (entry.source, one.kind, one.ranks, one.bytes, one.approximate, one.at_most, pattern)
+        key = (entry.source, one.kind, one.ranks, one.bytes, one.approximate, one.at_most, one.every, pattern)
         row = rows.setdefault(key, Row(entry.source, entry, 0, one.purpose))
         row.calls += one.count
         row.what = row.what if row.what == one.purpose else pattern

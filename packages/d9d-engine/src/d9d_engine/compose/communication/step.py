@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from d9d_core.components.instantiate import instantiate
@@ -41,7 +42,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from d9d_engine.compose.assemble import Assembly
-from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.mesh import Topology, place_along
 from d9d_engine.distributed.packed_reduction import PackedReduction
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.boundary import Boundaries
@@ -81,14 +82,19 @@ class StepCollectives:
     unknown: Sequence[str]
 
     @property
-    def total(self) -> Mapping[str, tuple[int, int]]:
-        """Kind -> number of calls and of bytes in a step; calls of unknown size add no bytes."""
-        found: dict[str, tuple[int, int]] = {}
+    def total(self) -> Mapping[str, tuple[float, int]]:
+        """Kind -> number of calls and of bytes in a step, on average; calls of unknown size add no bytes."""
+        found: dict[str, tuple[Fraction, Fraction]] = {}
         for entry in self.entries:
             one = entry.collective
-            calls, size = found.get(one.kind, (0, 0))
-            found[one.kind] = (calls + one.count, size + (one.bytes or 0) * one.count)
-        return found
+            calls, size = found.get(one.kind, (Fraction(), Fraction()))
+            share = Fraction(one.count, one.every)
+            found[one.kind] = (calls + share, size + (one.bytes or 0) * share)
+        return {kind: (_rounded(calls), round(size)) for kind, (calls, size) in found.items()}
+
+
+def _rounded(number: Fraction) -> float:
+    return int(number) if number.denominator == 1 else round(float(number), 3)
 
 
 def step_collectives(
@@ -225,11 +231,12 @@ def _of_loop(job: JobConfig, assembly: Assembly, topology: Topology, task: Check
     samples = _ranks(data)
     auxiliary = AuxiliaryLosses(assembly.stages, assembly.full_model, task)
     terms = len(task.coefficients) + len(auxiliary.terms)
+    _, replicas = place_along(topology, assembly.ownership.apart)
     if task.late:
         everywhere = _ranks(topology.axes_group("pp", *DATA_AXES))
-        yield _reduced("loss", "pp x data", everywhere, 4, "weight of the loss")
+        yield _reduced("loss", "pp x data", everywhere, 4 * replicas, "weight of the loss")
     else:
-        yield _reduced("loss", "data", samples, 4 * terms, "weights of the loss terms")
+        yield _reduced("loss", "data", samples, 4 * terms * replicas, "weights of the loss terms")
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
     here = dict(assembly.model.named_parameters())
     trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
@@ -247,9 +254,9 @@ def _of_loop(job: JobConfig, assembly: Assembly, topology: Topology, task: Check
         ranks = _ranks(group)
         yield _reduced("gradients", _dims(topology, ranks), ranks, size, what)
     wide = wide_dtype(topology.device).itemsize
-    yield _reduced("totals", "world", world, (terms + 3) * wide, "loss terms, tokens, stop, gradient norm")
+    yield _reduced("totals", "world", world, (terms + 2 + replicas) * wide, "loss terms, tokens, stop, gradient norm")
     if job.gradient_clipping.p == float("inf"):
-        yield _reduced("totals", "world", world, wide, "maximum norm of gradients")
+        yield _reduced("totals", "world", world, replicas * wide, "maximum norm of gradients")
     for size in Tallies(assembly.stages).adapted_bytes():
         yield _reduced("tallies", "data", samples, size, "tallies that modules adapt to")
 
