@@ -132,6 +132,8 @@ def given_by(record: type[Any]) -> dict[str, Any]:
                 "compiled": False,
                 "recomputed": 0.0,
                 "keeps_attention": False,
+                "meets_every": 0,
+                "state": 0.0,
             },
         ),
         (
@@ -160,7 +162,7 @@ def given_by(record: type[Any]) -> dict[str, Any]:
         (Origin, {"editable": False, "seconds": 0.0, "api": 0}),
         (Problem, {"loaded": False}),
         (PluginPolicy, {"autoload": True, "strict": False}),
-        (Collective, {"approximate": False, "at_most": False}),
+        (Collective, {"approximate": False, "at_most": False, "every": 1}),
         (StepShape, {"approximate": False}),
         (ContextCall, {"backward": False, "at_most": False}),
         (Applied, {"sequence_ranks": 1, "cuda_graphs": False}),

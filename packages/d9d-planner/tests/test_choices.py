@@ -100,6 +100,8 @@ def test_divisors_ascend(number: int, all_of: list[int]) -> None:
 
 def test_parameters_are_sharded_over_one_rank_a_machine_a_few_or_all() -> None:
     assert search._shards(1024, 8) == [1, 8, 32, 128, 1024]
+    assert search._shards(24, 8, replicas=4) == [6]
+    assert search._shards(24, 8, replicas=5) == []
     assert search._shards(16, 8) == [1, 8, 16]
     assert search._shards(6, 4) == [1, 6]
 

@@ -322,7 +322,7 @@ def test_meshes_divide_the_devices_and_the_batch() -> None:
     assert search._divisors_up_to(12, 4) == [1, 2, 3, 4]
     assert search._shards(64, 8) == [1, 8, 32, 64]
     usable = SimpleNamespace(
-        schedules=[], strategies=lambda axis: ["tp"] if axis == "tp" else [], expert_groups=lambda _mesh: [1],
+        schedules=[], fixed={}, strategies=lambda axis: ["tp"] if axis == "tp" else [], expert_groups=lambda _mesh: [1],
         parallel=lambda mesh, waits: [[f"{mesh.dp_shard} {waits}"]], kept=["kept"], recomputing=[["again"]],
     )  # fmt: skip
     load: Any = SimpleNamespace(job=SimpleNamespace(batch=SimpleNamespace(size=6)), options=usable)

@@ -34,9 +34,8 @@ class Options:
             if specs[name] in altering
             or not (isinstance(spec := specs[name], StrategySpec) and spec.anchor in _OF_LAYOUTS)
         ]
-        sizes = job.mesh.sizes()
         #: Axes of strategies that alter the training, whose sizes the search keeps.
-        self.fixed = {axis: sizes[axis] for spec in altering for axis in spec.axes}
+        self.fixed = {axis: job.mesh.sizes()[axis] for spec in altering for axis in spec.axes}
         self._excluded = {token for spec in altering for token in spec.conflicts}
         self.recomputing = [
             [config]

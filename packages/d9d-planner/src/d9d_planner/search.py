@@ -172,7 +172,7 @@ def _layouts_on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
                 yield Layout(spread, parallel, None, size, microbatch)
 
 
-def _shards(data: int, within: int, replicas: int | None) -> list[int]:
+def _shards(data: int, within: int, replicas: int | None = None) -> list[int]:
     """Sizes of ``dp_shard`` to try: 1, the devices of one machine or of a few machines, and all ranks.
 
     With a fixed number of replicas there is one size at most.
