@@ -474,10 +474,16 @@ def test_the_trial_refuses_files_that_differ_from_their_hashes(
     tiny.make(tmp_path / "out")
     with (tmp_path / "out" / "constraints-0.1.0.txt").open("a") as file:
         file.write("# more\n")
-    with pytest.raises(workspace.ReleaseError, match="the files differ from SHA256SUMS"):
-        sys.modules["releasing.trial"].use(ROOT, tmp_path / "out", "3.11")
-    with pytest.raises(workspace.ReleaseError, match="the files differ from SHA256SUMS"):
-        sys.modules["releasing.trial"].use(ROOT, tmp_path, "3.11")
+    use = sys.modules["releasing.trial"].use
+    with pytest.raises(workspace.ReleaseError, match=r"differ from SHA256SUMS, in constraints-0\.1\.0\.txt"):
+        use(ROOT, tmp_path / "out", "3.11")
+    next((tmp_path / "out").glob("*.whl")).unlink()
+    with pytest.raises(workspace.ReleaseError, match=r"differ from SHA256SUMS, in .*\.whl"):
+        use(ROOT, tmp_path / "out", "3.11")
+    with pytest.raises(workspace.ReleaseError, match="not the directory of a release"):
+        use(ROOT, tmp_path, "3.11")
+    with pytest.raises(workspace.ReleaseError, match="no such directory"):
+        use(ROOT, tmp_path / "absent", "3.11")
 
 
 def test_the_command_reports_each_problem_and_exits_with_1(
@@ -502,3 +508,11 @@ def test_a_release_of_this_repository_installs_and_trains(
     clone.commit()
     clone.make(tmp_path / "out", version)
     sys.modules["releasing.trial"].use(clone.root, tmp_path / "out", sys.executable)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "http://example.org/a/b", "https://example.org", "https://a b/c"])
+def test_an_address_that_no_repository_has_is_refused(
+    tiny: Repository, tmp_path: Path, workspace: ModuleType, address: str
+) -> None:
+    with pytest.raises(workspace.ReleaseError, match="is no address of a repository"):
+        tiny.make(tmp_path / "out", repository=address)

@@ -13,6 +13,7 @@ lists the checks.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,11 @@ def make(root: Path, version: Version, out: Path, repository: str) -> str:
     found = commit_problems(root, version)
     if out.exists() and not out.is_dir():
         found.append(f"{out} is a file: name an empty or a new directory")
+    repository = repository.rstrip("/")
+    if repository and not re.fullmatch(r"https://[^\s/?#]+/[^\s?#]+", repository):
+        raise ReleaseError(
+            f"--repository: {repository!r} is no address of a repository, such as https://HOST/OWNER/NAME"
+        )
     if not repository:
         found.append(
             "the repository has no public address, which links and addresses in the packages need: "

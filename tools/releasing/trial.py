@@ -28,9 +28,14 @@ def use(root: Path, out: Path, python: str) -> None:
     Raises:
         ReleaseError: files differ from ``SHA256SUMS``, or a command failed.
     """
+    if not out.is_dir():
+        raise ReleaseError(f"{out}: there is no such directory; give the directory of a release that this script built")
     constraints = next(out.glob("constraints-*.txt"), None)
-    if constraints is None or not (out / SUMS).is_file() or (out / SUMS).read_text("utf-8") != sums(out):
-        raise ReleaseError(f"{out}: the files differ from {SUMS}: build the release again")
+    if constraints is None or not (out / SUMS).is_file():
+        raise ReleaseError(f"{out}: no {SUMS} or no constraints: it is not the directory of a release")
+    told, there = ({*text.splitlines()} for text in ((out / SUMS).read_text("utf-8"), sums(out)))
+    if different := sorted({line.split()[-1] for line in told ^ there if line.strip()}):
+        raise ReleaseError(f"{out}: the files differ from {SUMS}, in {', '.join(different)}: build the release again")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         venv, plugin, empty = folder / "venv", folder / "plugin", folder / "empty"

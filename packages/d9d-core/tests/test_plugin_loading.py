@@ -126,7 +126,7 @@ def test_two_plugins_with_one_name_are_an_error_when_it_is_used(install: Install
     install("d9d-mixture", "0.1.0", ONE)
     assert message("expert_parallel") == (
         "strategy 'expert_parallel' is declared by acme-moe 9.9 and d9d-mixture 0.1.0; "
-        "write 'd9d-mixture/expert_parallel' or block one"
+        "write 'acme-moe/expert_parallel' or 'd9d-mixture/expert_parallel', or block one in plugins.block"
     )
     assert str(find("acme-moe/expert_parallel")) == "'expert_parallel' (acme-moe 9.9)"
 

@@ -71,7 +71,7 @@ def test_a_command_of_two_plugins_is_an_error_when_it_is_used(
     assert (status, err) == (
         2,
         "error: command 'greet' is declared by acme-tools 1.0 and zeta-tools 1.0; "
-        "write 'zeta-tools/greet' or block one\n",
+        "write 'acme-tools/greet' or 'zeta-tools/greet', or block one in plugins.block\n",
     )
     assert main("acme-tools/greet", "you")[1] == "acme_greet: hello you\n"
     assert "zeta-tools/greet" in main("--help")[1]

@@ -84,7 +84,7 @@ def test_calls_that_leave_out_an_argument_mean_the_documented_one(
     [
         (KernelChoice, {"compiled": False}),
         (MemoryEstimate, {"frozen": 0}),
-        (Rank, {"training": False, "done": False, "echoes": False, "ended": 0, "done_at": float("inf")}),
+        (Rank, {"training": False, "done": False, "ended": 0, "done_at": float("inf")}),
         (
             ProcessEnv,
             {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1},

@@ -20,10 +20,10 @@ OWN = Failure("rank 1 failed:\nValueError: mine", 1)
     [
         ({0: {"failure": BROKEN}, 1: {"failure": OWN}}, "ValueError: mine"),
         ({0: {"failure": BROKEN}, 1: {"exit_code": -9}}, "rank 1 (x) on {node} was killed by SIGKILL"),
-        ({0: {"echoes": True}, 1: {"exit_code": -11}}, "rank 1 (x) on {node} was killed by SIGSEGV"),
+        ({0: {"echoes": "rank 1 (x)"}, 1: {"exit_code": -11}}, "rank 1 (x) on {node} was killed by SIGSEGV"),
         ({0: {"exit_code": -15}, 1: {"failure": OWN}}, "ValueError: mine"),
         ({0: {"failure": BROKEN}, 1: {"exit_code": 7}}, "rank 1 (x) on {node} ended with exit status 7"),
-        ({0: {"echoes": True}, 1: {"failure": BROKEN}}, "Connection closed"),
+        ({0: {"echoes": "rank 1 (x)"}, 1: {"failure": BROKEN}}, "Connection closed"),
         ({0: {"exit_code": -15}}, "rank 0 (x) on {node} was killed by SIGTERM"),
         ({0: {"exit_code": -9, "ended": 2}, 1: {"exit_code": -6, "ended": 1}}, "rank 1 (x) on {node} was killed by"),
     ],

@@ -241,7 +241,7 @@ def test_after_a_failure_the_others_have_two_seconds_to_tell_theirs(world: Calla
     assert made.now == 6
     assert [(rank.number, rank.exit_code, rank.ended) for rank in ended.failed] == [(1, 3, 1), (2, 1, 2)]
     assert ended.failed[0].failure == Failure("error: disk", 3, False)
-    assert (ended.failed[1].failure, ended.failed[1].echoes, ended.failed[0].echoes) == (None, True, False)
+    assert (ended.failed[1].failure, ended.failed[1].echoes, ended.failed[0].echoes) == (None, "rank 1", "")
     assert made.processes[0].signals == [signal.SIGKILL]
     assert cause(ended.failed, str) == Failure("error: disk", 3)
 
@@ -273,14 +273,14 @@ def test_a_process_that_is_done_but_does_not_exit_is_killed_with_a_warning(
     assert capsys.readouterr().err == told
 
 
-def rank_that_failed(number: int, ended: int, code: int, failure: Failure | None = None, echoes: bool = False) -> Rank:
+def rank_that_failed(number: int, ended: int, code: int, failure: Failure | None = None, echoes: str = "") -> Rank:
     nothing: Any = None
     return Rank(number, nothing, nothing, failure=failure, echoes=echoes, exit_code=code, ended=ended)
 
 
 def test_the_cause_is_a_failure_of_its_own_then_a_signal_then_an_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "host")
-    echo = rank_that_failed(0, 1, 1, echoes=True)
+    echo = rank_that_failed(0, 1, 1, echoes="rank 3")
     second_hand = rank_that_failed(1, 2, 1, Failure("connection closed", second_hand=True))
     exited = rank_that_failed(2, 3, 7)
     killed = rank_that_failed(3, 4, -signal.SIGKILL)
@@ -304,7 +304,10 @@ def test_the_cause_is_a_failure_of_its_own_then_a_signal_then_an_exit(monkeypatc
         ("rank 4 (dp 0) on host was killed by SIGSEGV", 1),
         ("rank 2 (dp 0) on host ended with exit status 7, without an error of its own", 7),
         ("connection closed", 1),
-        ("rank 0 (dp 0) on host ended with exit status 1, without an error of its own", 1),
+        (
+            "rank 0 (dp 0) on host ended with exit status 1, because rank 3 failed; its machine says why",
+            1,
+        ),
     ]
 
 

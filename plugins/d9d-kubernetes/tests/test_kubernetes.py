@@ -192,6 +192,7 @@ def test_gpus_follow_the_device_and_can_be_given() -> None:
     assert pod_of(objects(gpus_per_node=1, gpu_resource="amd.com/gpu")[1])[2]["requests"] == {"amd.com/gpu": "1"}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("run", "name"),
     [

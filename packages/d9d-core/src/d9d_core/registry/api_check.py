@@ -51,10 +51,20 @@ def api_findings(registry: Registry, among: Collection[str] | None = None, api: 
     """
     api = api or Api.shipped()
     for origin in registry.plugins:
-        package = origin.module.partition(".")[0]
+        package = _package_around(Path(origin.distribution)) if origin.digest else origin.module.partition(".")[0]
         if normalise(package) not in FOUNDATION and (among is None or origin.distribution in among):
             own = [entry for entry in registry.entries() if entry.origin == origin]
             yield from (Finding(origin, *found) for found in _of_plugin(origin, own, api))
+
+
+def _package_around(file: Path) -> str:
+    """Top-level package that holds a file; empty if no package does."""
+    found = ""
+    for folder in file.parents:
+        if not (folder / "__init__.py").is_file():
+            break
+        found = folder.name
+    return found
 
 
 def sources_of(module: str, entries: Iterable[Entry], packages: Collection[str]) -> dict[str, Path]:

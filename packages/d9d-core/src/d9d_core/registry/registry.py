@@ -263,10 +263,11 @@ def _hook(kind: str) -> str:
 
 
 def _ambiguous(kind: str, name: str, same: Sequence[Entry]) -> str:
-    last = max(same, key=_distribution)
-    selector = last.spec.name if isinstance(last.spec, Spec) else name  # the selector of a kernel omits the op
+    spec = same[0].spec
+    selector = spec.name if isinstance(spec, Spec) else name  # the selector of a kernel omits the op
     listed = _listed(entry.origin for entry in same)
-    return f"{kind} '{name}' is declared by {listed}; write '{last.origin.distribution}/{selector}' or block one"
+    choices = " or ".join(f"'{entry.origin.distribution}/{selector}'" for entry in sorted(same, key=_distribution))
+    return f"{kind} '{name}' is declared by {listed}; write {choices}, or block one in plugins.block"
 
 
 def _listed(origins: Iterable[Origin]) -> str:

@@ -75,6 +75,8 @@ def train(
             def load(world_size: int | None, again: bool) -> Job:
                 return load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, again, world_size)
 
+            if machines is not None and alone:
+                raise JobError("--alone: --nodes, --node-rank and --master name several machines; leave it out")
             if machines is not None and max_restarts:
                 raise JobError("--max-restarts: machines cannot start again together; leave it to what starts them")
             with interrupts.raised():

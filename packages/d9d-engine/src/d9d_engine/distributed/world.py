@@ -28,7 +28,7 @@ from d9d_engine.supervision.watchdog import Watchdog
 #: Seconds added to the longest limit, so that the watchdog reports before a backend's timeout.
 _BACKEND_MARGIN = 60.0
 #: Seconds within which the name of the rendezvous must resolve.
-_NAME_SECONDS = 60.0
+_NAME_SECONDS = 30.0
 #: Variables with the network interface on which a backend listens.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "127.0.0.1"
@@ -186,7 +186,7 @@ def _wait_for_name(env: ProcessEnv, host: str, port: int, seconds: float) -> Non
     if not wait_until(resolves, seconds, 1.0):
         raise JobError(
             f"rank {env.rank} on {env.node} cannot resolve '{host}', the machine of the rendezvous: {reasons[-1]}; "
-            "correct the machine's names, or set MASTER_ADDR to an address that all machines reach"
+            "correct the machine's names, or give an address that all machines reach (--master, or MASTER_ADDR)"
         )
 
 

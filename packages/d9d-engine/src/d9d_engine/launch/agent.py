@@ -260,6 +260,8 @@ def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
         name = signal.Signals(-code).name
         hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
         return Failure(f"{who} was killed by {name}{hint}")
+    if rank.echoes:  # the other rank is on another machine, whose launcher prints its failure
+        return Failure(f"{who} ended with exit status {code}, because {rank.echoes} failed; its machine says why", code)
     return Failure(f"{who} ended with exit status {code}, without an error of its own", code)
 
 

@@ -41,7 +41,7 @@ class Rank:
         done: whether the process has finished its work.
         done_at: time, by ``time.monotonic``, at which the process reported that it had finished.
         failure: failure that the process reported.
-        echoes: whether the process failed only because another process had failed.
+        echoes: name of the rank because of whose failure the process failed; empty for a failure of its own.
         exit_code: exit status; minus the signal's number if a signal killed the process.
         ended: place in the order in which processes ended.
     """
@@ -53,7 +53,7 @@ class Rank:
     done: bool = False
     done_at: float = float("inf")
     failure: Failure | None = None
-    echoes: bool = False
+    echoes: str = ""
     exit_code: int | None = None
     ended: int = 0
 
@@ -67,7 +67,7 @@ class Rank:
             asked = message.get("asked", asked)
             if "failure" in message:
                 told = message["failure"]
-                self.failure, self.echoes = Failure(**told) if told else None, told is None
+                self.failure, self.echoes = (Failure(**told), "") if told else (None, message["first"])
         return asked
 
 
