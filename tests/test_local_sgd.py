@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.data import DataContext
-from d9d_core.errors import CheckpointError
+from d9d_core.errors import BuildError, CheckpointError, JobError
 from d9d_core.events import ForwardBackwardEnds, StepEnds, StepStarts
 from d9d_core.subscriber import subscribe
 from d9d_core.tensors import full
@@ -379,6 +379,18 @@ def test_other_numbers_of_replicas_are_refused_and_synchronous_checkpoints_are_n
         World(2).run(trained, {**apart, "mesh": {"dp_replicate": 2}, "parallel": ["replicate"]})
     with pytest.raises(RankFailedError, match=f"{what} 4"):
         World(4, timeout=120.0).run(trained, {**apart, **replicas("local_sgd", count=4)})
+
+
+def test_optimizers_that_average_weights_are_refused(tmp_path: Path) -> None:
+    values = job(str(tmp_path), optimizer="schedule_free", **replicas("local_sgd"))
+    with pytest.raises(BuildError, match="averages weights for evaluation, which a checkpoint cannot"):
+        job_of(values, PLUGINS).plan()
+    job_of({**values, "parallel": ["replicate"]}, PLUGINS).plan()
+
+
+def test_no_message_recommends_a_strategy_that_alters_the_training(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"add a strategy for it \(replicate or hsdp\) to 'parallel'"):
+        job_of(job(str(tmp_path), mesh={"dp_replicate": 2}), PLUGINS).plan()
 
 
 @pytest.mark.full

@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from d9d_core.config import ModelConfig
 from d9d_core.errors import BuildError, DataError, JobError, TrainingError
-from d9d_core.plugin import ModelSpec, Ref
+from d9d_core.plugin import ModelSpec, Ref, StrategySpec
 from d9d_verify import layouts, run
 from d9d_verify.compare import Verdict
 from d9d_verify.layouts import Layout
@@ -337,3 +337,16 @@ def test_a_verified_job_loads_the_plugins_of_this_process(tmp_path: Path) -> Non
     assert layouts._plugins(job) == {
         "allow": ["acme", "zeta"], "files": [str(tmp_path / "a.py"), str(tmp_path / "b.py")],
     }  # fmt: skip
+
+
+def test_a_strategy_that_alters_the_training_is_announced_with_the_values_that_are_compared() -> None:
+    def found(_kind: str, name: str) -> Any:
+        here = Ref("builtins:int")
+        own = name == "own_steps"
+        spec = StrategySpec(name=name, summary=name, config=here, build=here, anchor="data", alters_training=own)
+        return SimpleNamespace(spec=spec)
+
+    job = cast("Any", SimpleNamespace(registry=SimpleNamespace(find=found)))
+    (line,) = run._altered(job, Layout("both", {"dp_replicate": 2}, ["fsdp", {"name": "own_steps"}]))
+    assert line.startswith("both: with own_steps, replicas take their own steps by design; compared are the means of t")
+    assert list(run._altered(job, Layout("one", {}, ["fsdp"]))) == []

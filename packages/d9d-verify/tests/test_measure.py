@@ -19,8 +19,9 @@ from d9d_core.metric import Table
 from d9d_engine.job import Job
 from d9d_verify import measure as module
 from d9d_verify import worker
-from d9d_verify.measure import Rate, Resume, Witness, measure, probe
+from d9d_verify.measure import Rate, Resume, Witness, join_replicas, measure, probe
 from d9d_verify.measurement import Measurement, Record
+from torch import distributed as dist
 from torch import nn
 
 
@@ -73,6 +74,7 @@ class Trainer:
         self.averaged = False
         self.prefetcher = self
         self.step = self
+        self.replicas = SimpleNamespace(count=1, group=None, meetings=("held",))
         self.job = SimpleNamespace(checkpoint=SimpleNamespace(model_copy=lambda update: update), model_copy=dict)
         self.topology = "topology"
         self.checkpointer: Any = SimpleNamespace(
@@ -142,6 +144,30 @@ class Trainer:
             loss=torch.tensor(10.0 + step), terms=terms, tokens=torch.tensor(24.0), grad_norm=torch.tensor(20.0 + step)
         )
         self.emit(ev.StepEnds, step=step, result=result)
+
+
+def test_gradients_of_replicas_of_their_own_steps_become_weighted_means_before_they_are_clipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.add_(1 if group == "replicas" else 0))
+    parameter, clipped = torch.nn.Parameter(torch.zeros(2)), list[Any]()
+    step = SimpleNamespace(
+        clipper=SimpleNamespace(clip=lambda loss, tokens: clipped.append((loss, tokens, parameter.grad))),
+        loss_scale=SimpleNamespace(share=torch.tensor(0.25)),
+        replicas=SimpleNamespace(count=2, group="replicas", meetings=("held",)),
+    )
+    frozen = torch.nn.Parameter(torch.zeros(1))
+    stage = SimpleNamespace(parameters=lambda: [parameter, frozen])
+    join_replicas(cast("Any", SimpleNamespace(step=step, stage=stage)))
+    assert step.replicas.meetings == ()
+    parameter.grad = torch.tensor([4.0, 8.0])
+    step.clipper.clip("loss", 3)
+    ((loss, tokens, gradient),) = clipped
+    assert (loss, tokens, gradient.tolist()) == ("loss", 3, [2.0, 3.0])
+
+    before = SimpleNamespace(clipper="own", replicas=SimpleNamespace(count=1, meetings=("held",)))
+    join_replicas(cast("Any", SimpleNamespace(step=before, stage=stage)))
+    assert (before.clipper, before.replicas.meetings) == ("own", ("held",))
 
 
 def measured(trainer: Trainer, steps: int, **options: Any) -> Record:
