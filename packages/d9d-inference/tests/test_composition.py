@@ -577,8 +577,9 @@ def test_the_main_process_tells_the_values_and_rows_of_a_finished_run(
 
     monkeypatch.setattr(infer, "joined_process", joined)
     monkeypatch.setattr(infer, "start_up", lambda *_: nullcontext())
-    process, interrupts, load = "process", "interrupts", print
-    infer._infer(process, interrupts, load)  # type: ignore[arg-type]
+    process, interrupts, load = SimpleNamespace(stop_status=75), "interrupts", print
+    ended = infer._infer(process, interrupts, load)  # type: ignore[arg-type]
+    assert ended == (75 if status == "stopped" else 0)
     assert built == [{"topology": topology, "observers": ["start"], "interrupts": "interrupts", "owning": True}]
     assert capsys.readouterr().out.splitlines() == [
         "accuracy 0.123457", "finished 12,345 samples; rows in there/output.jsonl",
