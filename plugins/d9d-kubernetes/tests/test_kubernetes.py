@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import stat
@@ -17,14 +18,12 @@ from typing import Any
 
 import pytest
 import yaml
-from d9d_core.cli.app import app
 from d9d_core.errors import LaunchError
 from d9d_core.launcher import LaunchRequest
 from d9d_kubernetes.config import KubernetesConfig
 from d9d_kubernetes.launcher import KubernetesLauncher
 from d9d_kubernetes.manifest import object_name
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
 NOON = datetime(2026, 11, 28, 12, 0, 5, tzinfo=UTC)
 FIELDS: dict[str, Any] = {"image": "registry.example.org/team/d9d:1", "claim": "runs"}
@@ -119,8 +118,7 @@ def objects(wanted: LaunchRequest | None = None, **fields: Any) -> tuple[dict[st
 
 def validated(kind: str, values: Mapping[str, Any]) -> None:
     """Compare values with the model of their kind, which drops unknown fields: a round trip must lose nothing."""
-    import kubeflow_trainer_api.models as models
-
+    models = pytest.importorskip("kubeflow_trainer_api.models")
     model = {"TrainJob": models.TrainerV1alpha1TrainJob, "JobSet": models.JobsetV1alpha2JobSet}[kind]
     found = model.from_dict(values)
     assert found is not None
@@ -220,6 +218,12 @@ def test_fields_that_could_change_a_command_or_an_object_are_refused(field: str,
         KubernetesConfig(**FIELDS | {field: value})
 
 
+def test_the_options_of_the_readme_are_valid() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (block,) = re.findall(r"^```yml[^\n]*\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    assert KubernetesConfig(**yaml.safe_load(block)).claim == "runs"
+
+
 def test_what_pods_cannot_have_is_refused() -> None:
     with pytest.raises(LaunchError, match="--plugin"):
         objects(request(options=("--plugin", "/home/someone/mine.py")))
@@ -316,24 +320,27 @@ def test_a_job_is_submitted_followed_and_cancelled_by_the_command_line(
     path = str(job())
     options = ["--engine", "kubernetes", "--nodes", "2", "--processes", "4"]
     given = [word for name, value in FIELDS.items() for word in ("--option", f"{name}={value}")]
-    dry = CliRunner().invoke(app, ["launch", "submit", path, *options, *given, "--dry-run"])
-    assert dry.exit_code == 0, dry.output
-    assert "kind: TrainJob" in dry.output
+    dry = d9d("launch", "submit", path, *options, *given, "--dry-run")
+    assert "kind: TrainJob" in dry.stdout
     assert kubectl.calls() == []
-    done = CliRunner().invoke(app, ["launch", "submit", path, *options, *given])
-    assert done.exit_code == 0, done.output
-    assert "submitted to kubernetes as trainjob//my-run-1-1" in done.output
+    done = d9d("launch", "submit", path, *options, *given)
+    assert "submitted to kubernetes as trainjob//my-run-1-1" in done.stdout
     folder = tmp_path / "runs" / "My.run_1" / "launch"
     config_map, _ = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
     resolved = yaml.safe_load(config_map["data"]["job.yaml"])
     assert resolved["mesh"]["dp_shard"] == 8
     assert [tracker["name"] for tracker in resolved["trackers"]] == ["console", "jsonl"]  # the defaults of training
-    followed = CliRunner().invoke(app, ["launch", "status", path])
-    assert "kubernetes trainjob//my-run-1-1: running" in followed.output
-    again = CliRunner().invoke(app, ["launch", "submit", path, *options, *given])
-    assert again.exit_code != 0
-    assert CliRunner().invoke(app, ["launch", "cancel", path]).exit_code == 0
+    assert "kubernetes trainjob//my-run-1-1: running" in d9d("launch", "status", path).stdout
+    again = d9d("launch", "submit", path, *options, *given, status=2)
+    assert "was submitted to kubernetes as trainjob//my-run-1-1, which is running" in again.stderr
+    d9d("launch", "cancel", path)
     assert kubectl.calls()[-2][:2] == ["delete", "trainjobs.trainer.kubeflow.org"]
+
+
+def d9d(*words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, "-m", "d9d_core", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    return done
 
 
 @pytest.mark.full

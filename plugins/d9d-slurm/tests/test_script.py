@@ -189,3 +189,13 @@ def test_without_slurm_the_error_says_where_to_run_the_command(monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="sbatch, squeue, scontrol, scancel not found.*run this command on a login"):
         SlurmLauncher(SlurmConfig()).require()
+
+
+def test_the_options_of_the_readme_are_valid() -> None:
+    import re
+
+    import yaml
+
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (block,) = re.findall(r"^```yml[^\n]*\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    assert SlurmConfig(**yaml.safe_load(block)).partition == "gpu"

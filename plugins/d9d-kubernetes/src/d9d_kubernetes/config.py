@@ -33,7 +33,7 @@ class KubernetesConfig(PluginConfig):
     runtime: Label = "torch-distributed"
     """ClusterTrainingRuntime of a TrainJob; it has one replicated job ``node``."""
     namespace: Label | None = None
-    """Namespace; ``null``: that of kubectl's context."""
+    """Namespace; ``null``: the namespace of kubectl's context."""
     gpus_per_node: NonNegativeInt | None = None
     """GPUs per pod; ``null``: one for each process, and none for a job with ``device: cpu``."""
     gpu_resource: Word = "nvidia.com/gpu"

@@ -75,7 +75,7 @@ class KubernetesLauncher:
         return Submission(files={file: manifest(self._config, request, name)}, command=command)
 
     def submit(self, submission: Submission) -> str:
-        """Create the objects; return kind, namespace (empty: that of the context) and name.
+        """Create the objects; return kind, namespace (empty: of the context) and name.
 
         Raises:
             LaunchError: the cluster refused an object.
