@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from d9d_core.errors import LaunchError
-from d9d_core.launcher import EXIT_FINISHED, EngineStatus, LaunchRequest, Submission
+from d9d_core.launcher import EXIT_FINISHED, EngineStatus, LaunchRequest, LaunchState, Submission
 
 from acme_operations.config import BackgroundConfig
 
@@ -52,7 +52,7 @@ class Background:
         text = log.read_text("utf-8", "replace").splitlines()[-lines:] if lines and log.exists() else []
         if (file := folder / _STATUS).exists():
             status = int(file.read_text())
-            state = "finished" if status == EXIT_FINISHED else "failed"
+            state: LaunchState = "finished" if status == EXIT_FINISHED else "failed"
             return EngineStatus(state=state, detail=f"status {status}", log=tuple(text), exit_status=status)
         try:
             os.kill(_process(identifier), 0)
