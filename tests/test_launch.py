@@ -1,4 +1,4 @@
-"""``d9d launch`` with an engine of a single-file plugin, which writes down what it is asked."""
+"""``d9d launch`` with an engine of a single-file plugin, which records its calls."""
 
 from __future__ import annotations
 

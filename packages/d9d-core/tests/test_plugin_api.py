@@ -1,4 +1,4 @@
-"""Plugins of the supported APIs load, and `d9d plugins check` names what is in no API, in another one, or too new."""
+"""Plugins of the supported APIs load, and `d9d plugins check` reports names of no API, of another API, or too new."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How far back a language model remembers: data, a model and measurements. An example of a third-party plugin."""
+"""Third-party plugin that measures the memory of a language model: a dataset, a model, metrics and inference."""

@@ -148,7 +148,7 @@ def _warn(name: str, use: str, ends: str) -> None:
     module = str(frame.f_globals.get("__name__", ""))
     package = module.partition(".")[0]
     home = sys.modules.get(package)
-    # The registry in which the module warnings itself notes what it has shown for a module.
+    # The registry in which the module warnings itself records the warnings that a module has caused.
     registry = (frame.f_globals if home is None else vars(home)).setdefault("__warningregistry__", {})
     key = (DeprecatedNameWarning, name)
     if key in registry:

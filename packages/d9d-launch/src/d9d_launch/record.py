@@ -69,7 +69,7 @@ class SubmissionRecord:
         return record
 
     def job_change(self) -> str | None:
-        """How the job file differs from the submitted one, as a sentence; ``None`` if it does not."""
+        """Sentence about a difference between the job file and the submitted one; ``None`` if they are equal."""
         try:
             changed = digest_of(Path(self.job)) != self.digest
         except JobError:
