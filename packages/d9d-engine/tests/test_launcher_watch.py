@@ -47,8 +47,10 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(signal, "set_wakeup_fd", lambda descriptor, **more: made.wakeup.append((descriptor, more)))
     monkeypatch.setattr(os, "register_at_fork", lambda **given: made.forks.append(given))
     monkeypatch.setattr(os, "_exit", made.ended.append)
+    before = set(threading.enumerate())
+    made.threads = lambda name: [one for one in threading.enumerate() if one.name == name and one not in before]
     yield made
-    if not made.ended:
+    if made.threads("d9d-launcher-watch") and not made.ended:
         os.close(made.writing)
         wait_for(made.ended, 1)
 
@@ -70,7 +72,7 @@ def test_requests_and_signals_are_passed_on_until_the_launcher_ends(link: Any) -
     assert link.sent == [{"asked": "SIGINT"}, {"asked": "SIGTERM"}]
     interrupts.entered()
     assert link.sent[2:] == [{"training": True}]
-    (watch,) = [thread for thread in threading.enumerate() if thread.name == "d9d-launcher-watch"]
+    (watch,) = link.threads("d9d-launcher-watch")
     assert watch.daemon
     link.forks[0]["after_in_child"]()
     assert link.wakeup[1] == (-1, {})
@@ -103,7 +105,7 @@ def test_a_stop_signal_ends_a_rank_at_once_until_it_has_progress_to_save(
         assert capfd.readouterr().err == "SIGTERM: stopped during start-up; nothing was trained\n"
         early.interrupts.entered()
         os.write(descriptor, bytes([signal.SIGTERM]))
-    for thread in [thread for thread in threading.enumerate() if thread.name == "d9d-early-stop"]:
+    for thread in link.threads("d9d-early-stop"):
         thread.join(10)
     assert link.ended == [75] * len(link.ended)
 
@@ -121,7 +123,7 @@ def test_signals_after_the_block_end_nothing(link: Any) -> None:
     with Early(rank=0).stops():
         descriptor = link.wakeup[0][0]
     os.write(descriptor, bytes([signal.SIGTERM]))
-    for thread in [thread for thread in threading.enumerate() if thread.name == "d9d-early-stop"]:
+    for thread in link.threads("d9d-early-stop"):
         thread.join(10)
     assert link.ended == []
 
