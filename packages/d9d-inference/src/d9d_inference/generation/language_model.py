@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from d9d_weights.hugging_face.layout import some
 from d9d_weights.hugging_face.tokenizer_bounds import check_tokenizer
 from d9d_weights.templates.process import TemplateError, TemplateProcess
 
+from d9d_inference.generation.decode_graph import SETTINGS, replayed_steps, suits
 from d9d_inference.generation.library import load_library
 from d9d_inference.generation.prompts import Prompt
 
@@ -299,7 +300,7 @@ class LanguageModel:
         try:
             settings.update(**decoding.arguments(), pad_token_id=padding, eos_token_id=self._ends or None)
             settings.return_dict_in_generate = False  # otherwise it returns no tensor of ids
-            with torch.inference_mode():
+            with torch.inference_mode(), self._fast_steps(settings, decoding.max_new_tokens):
                 output = self._model.generate(
                     input_ids=torch.tensor(rows, device=self.device),
                     attention_mask=torch.tensor(mask, device=self.device),
@@ -314,6 +315,14 @@ class LanguageModel:
                 "remove --generation num_return_sequences"
             )
         return [self._cut(row) for row in output[:, longest:].tolist()]
+
+    def _fast_steps(self, settings: Any, new: int) -> AbstractContextManager[None]:
+        """Capture a decoding step as a CUDA graph inside the block, if the model, settings and device permit it."""
+        inner = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
+        if not suits(inner, settings, new):
+            return nullcontext()
+        settings.update(**SETTINGS)
+        return replayed_steps(inner)
 
     def _check_inherited(self, settings: Any, decoding: Decoding) -> None:
         for name, most in _MOST_INHERITED.items():
