@@ -103,3 +103,29 @@ def test_layers_with_other_numbers_of_rotated_features_have_their_own_rotation()
     assert whole is again
     assert (whole.cos.shape[-1], part.cos.shape[-1]) == (4, 2)
     torch.testing.assert_close(part.cos, RotaryEmbedding(4, theta=100.0)(torch.arange(5).unsqueeze(0)).cos)
+
+
+def test_rotations_of_counted_positions_are_computed_once() -> None:
+    rotations = LayerRotations(8, [Rope(1e4), Rope(1e6), Rope(1e4)])
+    counted, other = torch.arange(6).unsqueeze(0), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    expected = [rotation.cos for rotation in rotations(counted)]
+
+    def found(positions: torch.Tensor, **given: Any) -> list[torch.Tensor]:
+        return [rotation.cos for rotation in rotations(positions, **given)]
+
+    first = found(counted, counted=6)
+    assert all(torch.equal(one, wanted) for one, wanted in zip(first, expected, strict=True))
+    assert all(one is again for one, again in zip(first, found(counted, counted=6), strict=True))
+    assert not torch.equal(found(other)[0], first[0])
+    assert found(counted[:, :4], counted=4)[0].shape == (1, 4, 4)
+    lengths = torch.tensor([3])
+    assert found(counted, counted=6, lengths=lengths)[0] is not found(counted, counted=6, lengths=lengths)[0]
+
+
+def test_rotations_of_evaluations_in_inference_mode_do_not_reach_a_training_step() -> None:
+    rotations, positions = LayerRotations(8, [Rope(1e4)]), torch.arange(6).unsqueeze(0)
+    with torch.inference_mode():
+        rotations(positions, counted=6)
+    weight = torch.ones(6, 4, requires_grad=True)
+    (weight * rotations(positions, counted=6)[0].cos).sum().backward()
+    assert weight.grad is not None

@@ -194,11 +194,11 @@ class DecoderModel(nn.Module):
         places = torch.arange(length, device=hidden.device).unsqueeze(0)
         if context is not None:
             places = context.own(places)  # [1, S / cp]
-        if positions is None:
-            positions = places
+        counted = None if positions is not None else length
+        positions = places if positions is None else positions
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
-        rotations = self.rotary(positions, lengths)
+        rotations = self.rotary(positions, lengths, counted)
         slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, DecoderBlock))
         masks = prepare_masks(slots, documents, length, hidden.device)
         padding = None

@@ -100,8 +100,27 @@ class LayerRotations(nn.Module):
             for theta, scaling, magnitude, features in different
         )
         self._choices = [different.index(rope) for rope in ropes]
+        self._counted: tuple[object, list[Rotation]] | None = None
 
-    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> list[Rotation]:
-        """Compute the rotation of each layer, see :meth:`RotaryEmbedding.forward`."""
+    def forward(self, positions: Tensor, lengths: Tensor | None = None, counted: object = None) -> list[Rotation]:
+        """Compute the rotation of each layer, see :meth:`RotaryEmbedding.forward`.
+
+        Args:
+            positions: int64 [B or 1, S].
+            lengths: int64 [B], positions of each right-padded sample; ``None`` if there is no padding.
+            counted: value that determines the positions, such as their number if they count from 0. The last rotations
+                with such a value are kept: they need no launches, and CUDA graphs find them at one address.
+        """
+        key = None if counted is None or lengths is not None else (counted, positions.shape, positions.device)
+        if key is not None and self._counted is not None and self._counted[0] == key:
+            return self._counted[1]
         rotations = [embedding(positions, lengths) for embedding in self.embeddings]
-        return [rotations[choice] for choice in self._choices]
+        found = [rotations[choice] for choice in self._choices]
+        if key is not None and all(_is_lasting(rotation.cos) for rotation in rotations):
+            self._counted = key, found
+        return found
+
+
+def _is_lasting(tensor: Tensor) -> bool:
+    """Whether later forwards may read and save a tensor: it is neither fake nor made in inference mode."""
+    return type(tensor) is Tensor and not tensor.is_meta and not tensor.is_inference()
