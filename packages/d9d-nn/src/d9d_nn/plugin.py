@@ -196,6 +196,13 @@ def d9d_kernels() -> Iterable[KernelSpec]:
             build=Ref(f"d9d_nn.ops.{op}:recomputed_build"),
         )
     yield KernelSpec(
+        name="chunked",
+        summary="Matrix products within chunks of 64 positions, and one step from chunk to chunk.",
+        op="gated_delta_rule",
+        supports=Ref("d9d_nn.ops.gated_delta_rule:supports"),
+        build=Ref("d9d_nn.ops.gated_delta_rule:build"),
+    )
+    yield KernelSpec(
         name="grouped_mm",
         summary="torch.nn.functional.grouped_mm: all experts in one call; on CUDA bfloat16, without host reads.",
         op="grouped_linear",

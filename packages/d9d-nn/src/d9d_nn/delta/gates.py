@@ -1,0 +1,66 @@
+"""Decay gates of states: the logarithm of the factor by which a token shrinks the state of each head.
+
+Shapes: ``...`` leading dims, N heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["LogSigmoidDecay", "MambaDecay"]
+
+
+class MambaDecay(nn.Module):
+    """Decay ``-exp(A_log) * softplus(x + dt_bias)`` (Dao and Gu 2024, "Transformers are SSMs", section 7), in float32.
+
+    Args:
+        heads: N.
+        rates: smallest and largest initial value of ``exp(A_log)``, drawn uniformly.
+        times: smallest and largest initial value of ``softplus(dt_bias)``, drawn uniformly in their logarithm; ``None``
+            for biases of one.
+    """
+
+    def __init__(
+        self, heads: int, *, rates: tuple[float, float] = (0.01, 16.0), times: tuple[float, float] | None = None
+    ) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self._rates, self._times = rates, times
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial rates and times."""
+        with torch.no_grad():
+            self.A_log.uniform_(*self._rates).log_()
+            if self._times is None:
+                nn.init.ones_(self.dt_bias)
+                return
+            self.dt_bias.uniform_(*map(math.log, self._times)).exp_()
+            # The inverse of softplus.
+            self.dt_bias.add_(torch.log(-torch.expm1(-self.dt_bias)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., N] to decays, not positive, float32 or wider [..., N]."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return -self.A_log.to(wide).exp() * functional.softplus(x.to(wide) + self.dt_bias.to(wide))
+
+
+class LogSigmoidDecay(nn.Module):
+    """Decay ``logsigmoid(x) / normalizer`` (Yang et al. 2023, "Gated Linear Attention", section 4.3), in float32.
+
+    Args:
+        normalizer: divisor; a larger one keeps the state for longer.
+    """
+
+    def __init__(self, *, normalizer: float = 16.0) -> None:
+        super().__init__()
+        self.normalizer = normalizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., N] to decays, not positive, float32 or wider [..., N]."""
+        return functional.logsigmoid(x.to(torch.promote_types(x.dtype, torch.float32))) / self.normalizer

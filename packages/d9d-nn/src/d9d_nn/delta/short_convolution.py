@@ -1,0 +1,52 @@
+"""Short causal convolution of each feature over the positions of a document.
+
+Shapes: B samples, S positions, F features, W positions that an output reads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["ShortConvolution"]
+
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution: ``out[t] = silu(sum over w of weight[:, w] * x[t - W + 1 + w])``; weight [F, W].
+
+    Positions of other documents count as zeros.
+
+    Args:
+        features: F.
+        width: W.
+    """
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from a uniform distribution over ``[-1 / sqrt(W), 1 / sqrt(W)]``, as torch's convolutions."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
+        """Map [B, S, F] to the same shape and dtype.
+
+        Args:
+            x: [B, S, F].
+            documents: int64 [B, S], number of the document of each token; ``None`` if a sample is one document.
+        """
+        width, length = self.weight.shape[1], x.shape[1]
+        out = x * self.weight[:, -1]
+        for distance in range(1, min(width, length)):
+            earlier = functional.pad(x, (0, 0, distance, 0))[:, :length]
+            if documents is not None:
+                same = documents[:, distance:] == documents[:, : length - distance]
+                earlier = earlier * functional.pad(same, (distance, 0)).unsqueeze(-1)
+            out = out + earlier * self.weight[:, width - 1 - distance]
+        return functional.silu(out)

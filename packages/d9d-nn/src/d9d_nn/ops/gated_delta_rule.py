@@ -1,0 +1,184 @@
+"""Op ``gated_delta_rule``: a state per head that decays and is corrected towards each token's value.
+
+Yang et al. 2024, "Gated Delta Networks", equation 10. The state of a head is a matrix S of D_k x D_v numbers, zero at
+the start of each document; with the normalised key k, the value v, the decay exp(g) and the strength beta of a token:
+
+    S <- exp(g) S
+    S <- S + k beta (v - k^T S)
+    output = q^T S / sqrt(D_k)
+
+Shapes: B samples, S positions, K key heads, N value heads (a multiple of K), D_k and D_v features of a key and value
+head, C positions of a chunk. The slot's static facts are ``key_dim``, ``value_dim``, ``key_heads`` and ``value_heads``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from d9d_core.kernel import Decision, OpSignature
+from torch import Tensor
+
+__all__ = ["CHUNK", "EPS", "chunked", "gated_delta_rule"]
+
+#: Added to the sum of squares of a query or key.
+EPS = 1e-6
+#: Positions of a chunk. Work within a chunk grows with its length, and steps from chunk to chunk with their number.
+CHUNK = 64
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None = None
+) -> Tensor:
+    """Reference: one position after another, in float32 or wider.
+
+    Value head n reads the query and key head ``n // (N / K)``. Queries and keys are divided by their length.
+
+    Args:
+        query: [B, S, K, D_k].
+        key: [B, S, K, D_k].
+        value: [B, S, N, D_v].
+        decay: float32 [B, S, N], g; not positive.
+        beta: [B, S, N], strength of the correction.
+        documents: int64 [B, S], number of the document of each token; ``None`` if a sample is one document.
+
+    Returns:
+        [B, S, N, D_v] in the dtype of ``value``.
+    """
+    wide_query, wide_key, wide_value, wide_beta = _prepared(query, key, value, beta)
+    starts = _starts(documents, decay)
+    samples, length, heads, _ = value.shape
+    state = wide_value.new_zeros(samples, heads, key.shape[-1], value.shape[-1])
+    outputs = []
+    for position in range(length):
+        one_key, keep = wide_key[:, position], decay[:, position].exp()
+        if starts is not None:
+            keep = keep.masked_fill(starts[:, position, None], 0)
+        state = state * keep[..., None, None]
+        known = torch.einsum("bnd,bndv->bnv", one_key, state)
+        change = wide_beta[:, position, :, None] * (wide_value[:, position] - known)
+        state = state + torch.einsum("bnd,bnv->bndv", one_key, change)
+        outputs.append(torch.einsum("bnd,bndv->bnv", wide_query[:, position], state))
+    return torch.stack(outputs, dim=1).to(value.dtype)
+
+
+def chunked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    documents: Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Gated delta rule by matrix products within chunks, see :func:`gated_delta_rule`; exact at document borders.
+
+    Within a chunk, with the cumulated decays G, the changes U of all positions solve a triangular system, in which a
+    position sees the earlier positions of its document (Yang et al. 2024, section 3.3):
+
+        (1 + A) U = beta (V - exp(G) K S),  A[t, s] = beta[t] exp(G[t] - G[s]) k[t] . k[s] for s < t
+
+    Only the document that continues from the last chunk reads its state S, and only the last document hands a state on.
+
+    Args:
+        query: [B, S, K, D_k].
+        key: [B, S, K, D_k].
+        value: [B, S, N, D_v].
+        decay: float32 [B, S, N].
+        beta: [B, S, N].
+        documents: int64 [B, S]; ``None`` if a sample is one document.
+        chunk: C.
+
+    Returns:
+        [B, S, N, D_v] in the dtype of ``value``.
+    """
+    samples, length, heads, width = value.shape
+    chunk = min(chunk, length)
+    parts = _prepared(query, key, value, beta)
+    # Padding at the end changes nothing before it: no decay, no strength.
+    padding = -length % chunk
+    q, k, v, b, g = (_in_chunks(part, padding, chunk) for part in (*parts, decay.to(parts[0].dtype)))
+    g = g.clamp(min=math.log(torch.finfo(g.dtype).tiny))  # already a factor of 0; sums stay finite and precise
+    total = g.cumsum(-1)  # [B, N, chunks, C]
+    same, reads, hands_on = _reach(documents, padding, chunk, samples, total)
+    # Exponents of hidden pairs may overflow, so they are masked first.
+    gamma = (total[..., :, None] - total[..., None, :]).masked_fill(~same, -torch.inf).exp()
+    read = (total.exp() * reads)[..., None]  # decay from the state of the last chunk
+    system = b[..., None] * gamma * (k @ k.mT)
+    right = b[..., None] * torch.cat([v, k * read], dim=-1)
+    # The solver reads only what is below the diagonal, whose entries count as ones.
+    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    changes, corrections = solved.split([width, solved.shape[-1] - width], dim=-1)
+    scores, queries = gamma * (q @ k.mT), q * read
+    last = total[..., -1:]
+    keys = k * ((last - total).exp() * hands_on)[..., None]
+    keep = (last.exp() * reads[..., -1:])[..., None]
+    state = v.new_zeros(samples, heads, k.shape[-1], width)
+    outputs = []
+    for index in range(q.shape[2]):
+        change = changes[:, :, index] - corrections[:, :, index] @ state
+        outputs.append(queries[:, :, index] @ state + scores[:, :, index] @ change)
+        state = keep[:, :, index] * state + keys[:, :, index].mT @ change
+    out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
+    return out.transpose(1, 2).to(value.dtype)
+
+
+def supports(signature: OpSignature) -> Decision:  # noqa: ARG001 - the signature of KernelSpec.supports
+    """Accept every signature; preferred to the reference, which makes one step for each position."""
+    return Decision(accept=True, reason="products within chunks of 64 positions")
+
+
+def build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Build the backend ``chunked``; its function is the same for every signature."""
+    return chunked
+
+
+def _prepared(query: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalised and scaled queries, normalised keys, both for each value head, values and beta; float32 or wider."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    shared = value.shape[2] // key.shape[2]
+
+    def normalised(x: Tensor) -> Tensor:
+        x = x.to(wide)
+        return (x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()).repeat_interleave(shared, dim=2)
+
+    return normalised(query) * key.shape[-1] ** -0.5, normalised(key), value.to(wide), beta.to(wide)
+
+
+def _starts(documents: Tensor | None, decay: Tensor) -> Tensor | None:
+    """Whether a position is the first one of its document, bool [B, S]."""
+    if documents is None:
+        return None
+    first = torch.ones_like(documents[:, :1], dtype=torch.bool)
+    return torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1).to(decay.device)
+
+
+def _in_chunks(x: Tensor, padding: int, chunk: int) -> Tensor:
+    """Rearrange [B, S, N, ...] to [B, N, chunks, C, ...], with zeros after the last position."""
+    x = torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - 2), 0, padding))
+    return x.view(x.shape[0], -1, chunk, *x.shape[2:]).movedim(3, 1)
+
+
+def _reach(
+    documents: Tensor | None, padding: int, chunk: int, samples: int, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which positions of a chunk act on each other, and on or after other chunks; each with one dim for heads.
+
+    Returns:
+        Whether position t sees position s <= t, bool [B or 1, 1, chunks or 1, C, C]; 1 where a position continues the
+        document of the last chunk, and 1 where it belongs to the chunk's last document, [B or 1, 1, chunks or 1, C].
+    """
+    earlier = torch.ones(chunk, chunk, dtype=torch.bool, device=like.device).tril_()
+    if documents is None:
+        one = like.new_ones(1, 1, 1, chunk)
+        return earlier.view(1, 1, 1, chunk, chunk), one, one
+    starts = _starts(documents, like)
+    assert starts is not None
+    # A document has one number in a sample only if its tokens are adjacent, so borders are counted instead.
+    counted = torch.nn.functional.pad(starts.cumsum(1), (0, padding), mode="replicate" if padding else "constant")
+    places = counted.view(samples, 1, -1, chunk)
+    before = torch.nn.functional.pad(places[..., -1], (1, 0))[..., :-1, None]
+    same = earlier & (places[..., :, None] == places[..., None, :])
+    return same, (places == before).to(like.dtype), (places == places[..., -1:]).to(like.dtype)

@@ -1,0 +1,103 @@
+"""Gated delta rule in chunks against one position after another: values and gradients, at document borders too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from d9d_nn.ops.gated_delta_rule import chunked, gated_delta_rule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+Rule = Callable[..., Tensor]
+
+
+def inputs(
+    samples: int, length: int, key_heads: int, shared: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> list[Tensor]:
+    """Queries, keys, values, decays and strengths of random numbers, which need gradients."""
+    torch.manual_seed(seed)
+    heads = key_heads * shared
+    query, key = (torch.randn(samples, length, key_heads, 4) for _ in range(2))
+    decay, beta = -3 * torch.rand(samples, length, heads), torch.rand(samples, length, heads)
+    found = [query, key, torch.randn(samples, length, heads, 6), decay, beta]
+    return [tensor.to(dtype).requires_grad_() for tensor in found]
+
+
+def numbered(starts: list[bool], length: int) -> Tensor:
+    return torch.tensor([False, *starts])[:length].cumsum(0).unsqueeze(0)
+
+
+def results(rule: Rule, given_inputs: list[Tensor], documents: Tensor | None) -> list[Tensor]:
+    """Output and all gradients of a weighted sum."""
+    out = rule(*given_inputs, documents)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out, *torch.autograd.grad((out * weights).sum(), given_inputs)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    chunk=st.integers(1, 17),
+    shared=st.integers(1, 3),
+    starts=st.lists(st.booleans(), min_size=39, max_size=39) | st.none(),
+)
+def test_chunks_compute_what_single_positions_do(
+    length: int, chunk: int, shared: int, starts: list[bool] | None
+) -> None:
+    documents = None if starts is None else numbered(starts, length)
+    tensors = inputs(1, length, 2, shared)
+    expected = results(gated_delta_rule, tensors, documents)
+    found = results(lambda *arguments: chunked(*arguments, chunk=chunk), tensors, documents)
+    for one, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("rule", [gated_delta_rule, chunked])
+def test_documents_are_computed_as_if_they_were_alone(rule: Rule) -> None:
+    documents = torch.tensor([[4] * 5 + [9] + [2] * 70, [7] * 64 + [3] * 12])
+    tensors = inputs(2, 76, 1, 2)
+    whole = rule(*tensors, documents)
+    for sample, start, end in ((0, 0, 5), (0, 5, 6), (0, 6, 76), (1, 0, 64), (1, 64, 76)):
+        alone = rule(*(tensor[sample : sample + 1, start:end] for tensor in tensors))
+        torch.testing.assert_close(whole[sample : sample + 1, start:end], alone)
+
+
+@pytest.mark.parametrize("rule", [gated_delta_rule, chunked])
+def test_a_document_that_returns_with_the_same_number_starts_anew(rule: Rule) -> None:
+    tensors = inputs(1, 12, 1, 1)
+    numbers = torch.tensor([[1] * 4 + [2] * 4 + [1] * 4])
+    torch.testing.assert_close(rule(*tensors, numbers), rule(*tensors, torch.arange(3).repeat_interleave(4)[None]))
+
+
+def test_the_state_is_the_sum_of_values_for_equal_keys_without_decay() -> None:
+    # With orthogonal keys, an output is the value of the last token with the query's key.
+    key = torch.eye(3, dtype=torch.float64)[[0, 1, 0, 2, 1, 0]].view(1, 6, 1, 3)
+    value = torch.arange(6.0, dtype=torch.float64).view(1, 6, 1, 1)
+    query = torch.eye(3, dtype=torch.float64)[[0, 0, 1, 0, 0, 2]].view(1, 6, 1, 3)
+    ones = torch.ones(1, 6, 1, dtype=torch.float64)
+    for rule in (gated_delta_rule, chunked):
+        found = rule(query, key, value, 0 * ones, ones).flatten() * 3**0.5
+        torch.testing.assert_close(found, torch.tensor([0.0, 0, 1, 2, 2, 3], dtype=torch.float64), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [gated_delta_rule, chunked])
+@pytest.mark.parametrize("decay", [-1e4, -1e38, float("-inf")])
+def test_a_decay_that_underflows_empties_the_state(rule: Rule, decay: float) -> None:
+    query, key, value, gentle, beta = inputs(1, 20, 1, 1, torch.float32)
+    strong = gentle.detach().clone()
+    strong[:, [0, 7]] = decay
+    out = rule(query, key, value, strong, beta)
+    documents = torch.tensor([[0] * 7 + [1] * 13])
+    torch.testing.assert_close(out, gated_delta_rule(query, key, value, gentle, beta, documents), rtol=1e-4, atol=1e-5)
+
+
+def test_narrow_inputs_are_computed_in_float32() -> None:
+    tensors = [tensor.detach() for tensor in inputs(1, 80, 2, 2, torch.float32)]
+    narrow = [tensor.bfloat16() if index != 3 else tensor for index, tensor in enumerate(tensors)]
+    wide = [tensor.float() for tensor in narrow]
+    found = chunked(*narrow)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, chunked(*wide).bfloat16(), rtol=0, atol=0)
