@@ -194,6 +194,12 @@ class TestSdpaBlocks(KernelSuite):
     refused = ({"dtype": "int8"}, {"device": "mps"}, {"causal": False}, {"window": 8})
 
 
+class TestGatedDeltaRuleInChunks(KernelSuite):
+    target = "gated_delta_rule.chunked"
+    dtypes = ("float64", "float32", "bfloat16", "float16")
+    refused = ({"dtype": "int8"}, {"device": "mps"})
+
+
 class TestTorchRmsNorm(KernelSuite):
     target = "rms_norm.torch"
     asked = "cuda"

@@ -24,6 +24,7 @@ __all__ = ["CHUNK", "EPS", "chunked", "gated_delta_rule"]
 
 #: Added to the sum of squares of a query or key.
 EPS = 1e-6
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
 #: Positions of a chunk. Work within a chunk grows with its length, and steps from chunk to chunk with their number.
 CHUNK = 64
 
@@ -52,7 +53,7 @@ def gated_delta_rule(
     state = wide_value.new_zeros(samples, heads, key.shape[-1], value.shape[-1])
     outputs = []
     for position in range(length):
-        one_key, keep = wide_key[:, position], decay[:, position].exp()
+        one_key, keep = wide_key[:, position], decay[:, position].to(wide_key.dtype).exp()
         if starts is not None:
             keep = keep.masked_fill(starts[:, position, None], 0)
         state = state * keep[..., None, None]
@@ -125,9 +126,13 @@ def chunked(
     return out.transpose(1, 2).to(value.dtype)
 
 
-def supports(signature: OpSignature) -> Decision:  # noqa: ARG001 - the signature of KernelSpec.supports
-    """Accept every signature; preferred to the reference, which makes one step for each position."""
-    return Decision(accept=True, reason="products within chunks of 64 positions")
+def supports(signature: OpSignature) -> Decision:
+    """Accept floating-point dtypes on CPU and CUDA; the reference makes a step for each position."""
+    if signature.dtype not in _FLOATS:
+        return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(_FLOATS)}")
+    if signature.device not in ("cpu", "cuda"):
+        return Decision(accept=False, reason=f"triangular systems are not solved on {signature.device}")
+    return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions")
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:

@@ -57,6 +57,23 @@ def attention(
     return Call(name, inputs, {"causal": True, **static}, documents=packed or None)
 
 
+def gated_delta_rule(samples: int, length: int, heads: int, shared: int, features: int, packed: bool) -> Call:
+    """Call of ``gated_delta_rule`` with ``heads`` key heads, each for ``shared`` value heads of twice the features."""
+    of_values = (samples, length, heads * shared)
+    inputs = {
+        "query": draw(samples, length, heads, features, seed=0),
+        "key": draw(samples, length, heads, features, seed=1),
+        "value": draw(*of_values, 2 * features, seed=2),
+        "decay": -draw(*of_values, seed=3).square(),
+        "beta": draw(*of_values, seed=4).sigmoid(),
+    }
+    if packed:
+        inputs["documents"] = (draw(samples, length, seed=5) > 1).long().cumsum(1)
+    static = {"key_dim": features, "value_dim": 2 * features, "key_heads": heads, "value_heads": heads * shared}
+    name = f"value {[*of_values, 2 * features]}, {heads} key heads" + (", several documents" if packed else "")
+    return Call(name, inputs, static, documents=packed or None)
+
+
 def rms_norm(*shape: int) -> Call:
     """Call of ``rms_norm``."""
     inputs = {"x": draw(*shape, seed=0), "weight": draw(shape[-1], seed=1)}
