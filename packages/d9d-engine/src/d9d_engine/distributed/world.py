@@ -105,9 +105,9 @@ def joined(
                 watchdog.start(alarm, pause=min(max(1.0, env.world_size / 1000), shortest / 4))
             yield World(env, store, watchdog)
         except BaseException as error:
-            if reporter is not None and isinstance(error, Exception):
-                # Report before connections close: the other ranks read from the store which rank failed first.
-                reporter.raised(error, claim)
+            # Report before connections close: the other ranks read from the store which rank failed first.
+            if reporter is not None and isinstance(error, Exception) and reporter.raised(error, claim):
+                watchdog.fails_first()
             watchdog.stop()
             if own and dist.is_initialized():
                 _abort()

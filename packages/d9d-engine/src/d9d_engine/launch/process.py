@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,12 +43,16 @@ class Process:
         listener: receives the failure of this process; ``None`` without a launcher that reads it.
         repeats: whether messages about the job file are omitted, because the launcher or rank 0 prints them already.
         stop_status: exit status after a stop request.
+
+    Attributes:
+        failed_elsewhere: whether another rank has failed, as far as this process can know.
     """
 
     def __init__(self, env: ProcessEnv, listener: Listener | None, repeats: bool, stop_status: int = STOPPED) -> None:
         self.env = env
         self.repeats = repeats
         self.stop_status = stop_status
+        self.failed_elsewhere: Callable[[], bool] = lambda: False
         self._listener = listener
         self._reporter: FailureReporter | None = None
         self._name = f"rank {env.rank}"
@@ -131,6 +135,8 @@ def _early_stops(process: Process, interrupts: Interrupts) -> Iterator[None]:
         asked = interrupts.requested  # before this function was called
         while not trains.is_set():
             if asked is not None:
+                if process.failed_elsewhere():  # srun then signals the others, whose status must not hide the failure
+                    os._exit(1)
                 if process.env.rank == 0:
                     os.write(2, f"{asked}: stopped during start-up; nothing was trained\n".encode())
                 os._exit(process.stop_status)

@@ -135,6 +135,7 @@ def joined_process(
             start.ends("modules", following="plan" if alone else "processes")
             reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
         with loaded.joined(env, reporter) as topology:
+            process.failed_elsewhere = topology.watchdog.failed_elsewhere
             if not alone:
                 start.ends("processes", following="plan")
             yield Joined(loaded, topology, start, alone)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from d9d_core.errors import D9dError
+from d9d_core.errors import D9dError, TrainingError
 from d9d_core.failures import describe
 from d9d_core.untrusted import visible
 from d9d_weights.files.atomic import write_text
@@ -30,6 +30,27 @@ _LOST = (
     "lost its connection to another rank, which may have been killed without a message of its own; the launcher's "
     "lines or the system's log may say why"
 )
+
+
+class OtherRankError(TrainingError):
+    """The run failed on another rank, which reports the cause; this rank ends with the exit status of that failure.
+
+    Args:
+        who: rank and machine that failed.
+        text: its error, in one line.
+        exit_code: its exit status.
+    """
+
+    def __init__(self, who: str, text: str, exit_code: int) -> None:
+        super().__init__(f"{who}: {text}")
+        self.who = who
+        self.exit_code = exit_code
+
+
+def headline(error: BaseException) -> str:
+    """Text of an exception in one line: the first line of its message, with its type unless d9d raised it."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return first if isinstance(error, D9dError) else f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +77,7 @@ class Failure:
             hide: source files whose frames are left out at the begin of a traceback.
         """
         if isinstance(error, D9dError):
-            return cls(describe(error), error.exit_code)
+            return cls(describe(error), error.exit_code, isinstance(error, OtherRankError))
         frames = error.__traceback__
         while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in hide:
             frames = frames.tb_next
@@ -119,9 +140,11 @@ class FailureReporter:
         self._hide = hide
         self._lock = threading.Lock()
 
-    def raised(self, error: BaseException, claim: Callable[[str], str]) -> None:
-        """Report an exception that ends this rank, unless another rank failed first."""
-        self.tell(Failure.of(error, self.who, self._hide), claim)
+    def raised(self, error: BaseException, claim: Callable[[str], str]) -> bool:
+        """Report the exception that ends this rank unless another rank failed first; return whether it was reported."""
+        # The rank that failed may be later than this one, so this one must not claim to be the first.
+        first = error.who if isinstance(error, OtherRankError) else None
+        return self.tell(Failure.of(error, self.who, self._hide), claim if first is None else lambda _who: first)
 
     def tell(self, failure: Failure, claim: Callable[[str], str]) -> bool:
         """Report a failure, if this rank is the first to fail and this is its first failure.

@@ -76,9 +76,17 @@ class Alarm:
             if a rank has failed or the store is gone.
         """
         try:
-            return None if self._store.check([FAILED]) else self._look(late, status, moved)
+            return None if self.any_failed() else self._look(late, status, moved)
         except RuntimeError:
             return None  # the process that served the store has ended
+
+    def any_failed(self) -> bool:
+        """Whether a rank has failed.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        return self._store.check([FAILED])
 
     def leave(self) -> NoReturn:
         """End this process at once: an exception would not reach a main thread that waits in C++."""
