@@ -182,10 +182,6 @@ def test_versions_are_told_before_the_jobs_that_they_change() -> None:
     assert "the job differs" not in str(found[0])
 
 
-def test_a_rank_has_the_versions_of_all_packages_that_decide_its_steps() -> None:
-    assert Identity.of(Manifest({}), {}).software.keys() == {"python", "torch", "d9d-core", "d9d-weights"}
-
-
 @pytest.mark.parametrize(("apart", "said"), [(7200, "7,200 s behind"), (-7200, "7,200 s ahead of"), (5, None)])
 def test_clocks_that_are_apart_are_told_and_nothing_else_changes(
     monkeypatch: pytest.MonkeyPatch, apart: int, said: str | None

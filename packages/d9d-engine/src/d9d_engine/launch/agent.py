@@ -24,7 +24,7 @@ from d9d_core.untrusted import visible
 
 from d9d_engine.launch.ranks import Ended, Rank, Ranks
 from d9d_engine.run.interrupt import STOPPED, Interrupts, stop_signals
-from d9d_engine.supervision.failure import Failure
+from d9d_engine.supervision.failure import Failure, what_happened
 
 _LOOPBACK = "127.0.0.1"
 #: Port of the rendezvous of several machines, as in torch's examples.
@@ -261,7 +261,8 @@ def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
         hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
         return Failure(f"{who} was killed by {name}{hint}")
     if rank.echoes:  # the other rank is on another machine, whose launcher prints its failure
-        return Failure(f"{who} ended with exit status {code}, because {rank.echoes} failed; its machine says why", code)
+        why = what_happened(rank.echoes)
+        return Failure(f"{who} ended with exit status {code}, because {why}; its machine says why", code)
     return Failure(f"{who} ended with exit status {code}, without an error of its own", code)
 
 

@@ -125,6 +125,8 @@ def joined_process(
                 if loaded.source.note is not None and not process.repeats:
                     print_note(loaded.source.note)
             start.ends("job", following="torch")
+            if not alone:  # torch would print its own stack when the process that serves the store ends
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             with interrupts_deferred():
                 import torch  # noqa: F401
 
@@ -137,6 +139,7 @@ def joined_process(
             reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
         with loaded.joined(env, reporter) as topology:
             process.failed_elsewhere = topology.watchdog.failed_elsewhere
+            process.interrupted = topology.watchdog.interrupted
             if not alone:
                 start.ends("processes", following="plan")
             yield Joined(loaded, topology, start, alone)

@@ -17,6 +17,7 @@ from d9d_engine.run.directory import write_failure, write_stop
 from d9d_engine.run.gc import built_objects_spared
 from d9d_engine.run.open_run import Collaborators, OpenRun
 from d9d_engine.step.randomness import generators_kept
+from d9d_engine.supervision.failure import Failure, OtherRankError
 
 __all__ = ["Outcome"]
 
@@ -178,7 +179,10 @@ class LifeCycle:
     def _record_failure(self, error: Exception) -> None:
         topology, directory, step = self._parts.topology, self._parts.job.run.directory, self.progress.step
         if topology.is_main:
-            write_failure(directory, step, error)
+            # After a lost connection, the rank that failed writes its own error.
+            agreed = isinstance(error, OtherRankError) or not Failure.of(error).second_hand
+            if agreed or not topology.watchdog.failed_elsewhere():
+                write_failure(directory, step, error)
         else:  # the first rank may be killed before it learns of this failure
             topology.watchdog.fails_first = lambda: write_failure(directory, step, error, topology.watchdog.who)
 

@@ -53,6 +53,15 @@ def headline(error: BaseException) -> str:
     return first if isinstance(error, D9dError) else f"{type(error).__name__}: {first}".rstrip(": ")
 
 
+#: End of the name of a first rank that has not failed, but ended by Ctrl-C.
+INTERRUPTED = "was interrupted"
+
+
+def what_happened(first: str) -> str:
+    """Clause about the rank because of which others end: it failed, or was interrupted."""
+    return first if first.endswith(INTERRUPTED) else f"{first} failed"
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Failure of a rank, as reported.
@@ -115,7 +124,7 @@ class ErrorFile:
 
     def echoes(self, first: str) -> None:
         """Write a failure with a late time, so that the agent reports the rank that failed first."""
-        self._replace(f"stopped because {first} failed", time.time() + 1)
+        self._replace(f"stopped because {what_happened(first)}", time.time() + 1)
 
     def _replace(self, text: str, when: float) -> None:
         headline = text.strip().rpartition("\n")[2]
@@ -131,11 +140,15 @@ class FailureReporter:
         who: rank and machine.
         listener: launcher that waits for the process; ``None`` to print on standard error.
         hide: source files whose frames are left out at the begin of tracebacks.
+
+    Attributes:
+        exit_code: exit status of the failure; of the first rank's failure, if ``claim`` of :meth:`tell` sets it so.
     """
 
     def __init__(self, who: str, listener: Listener | None, hide: Collection[str] = ()) -> None:
         self.who = who
         self.told = False
+        self.exit_code = 1
         self._listener = listener
         self._hide = hide
         self._lock = threading.Lock()
@@ -161,6 +174,7 @@ class FailureReporter:
             if self.told:
                 return False
             self.told = True
+        self.exit_code = failure.exit_code
         # Report before the claim: a rank that was not the first may end at once, which ends all processes.
         if self._listener is not None:
             self._listener.failed(failure)

@@ -152,6 +152,16 @@ class Watchdog:
         except RuntimeError:  # the process that served the store has ended
             return True
 
+    @property
+    def first_failure(self) -> tuple[str, int] | None:
+        """Name and exit status of the rank that failed first; ``None`` if none has failed, as far as is known."""
+        return None if self._alarm is None else self._alarm.first
+
+    def interrupted(self) -> None:
+        """Tell the other ranks that this process ends by Ctrl-C. May be called in any thread."""
+        if self._alarm is not None:
+            self._alarm.interrupt(self.who)
+
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
@@ -167,7 +177,7 @@ class Watchdog:
             if left is None:
                 # Most collectives raise after a rank's failure, and this rank then ends with the exception.
                 if not self._stopped.wait(alarm.grace):
-                    alarm.leave()
+                    alarm.follow()
                 return
             patience = time.monotonic() + left if left else patience
 
