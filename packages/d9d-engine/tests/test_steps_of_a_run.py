@@ -140,7 +140,6 @@ def test_each_phase_of_a_start_up_ends_once_and_names_the_next(
     notes: list[str] = []
     monkeypatch.setattr(start_module, "print_note", notes.append)
     watchdog = SimpleNamespace(failed_elsewhere=lambda: "asks the watchdog", interrupted=lambda: None)
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")  # of the user, so it stays
     loaded = SimpleNamespace(
         check=did.append,
         source=SimpleNamespace(note="a layout was added"),

@@ -27,6 +27,7 @@ from d9d_engine.run.interrupt import STOPPED, Interrupts, stop_signals
 from d9d_engine.supervision.failure import Failure, what_happened
 
 _LOOPBACK = "127.0.0.1"
+_TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
 #: Port of the rendezvous of several machines, as in torch's examples.
 PORT = 29_500
 
@@ -170,7 +171,7 @@ def rank_environments(
     """
     given = dict(os.environ if environ is None else environ)
     if machines is not None:
-        own = {"OMP_NUM_THREADS": _environment(processes)["OMP_NUM_THREADS"]} | given
+        own = {name: _environment(processes)[name] for name in ("OMP_NUM_THREADS", _TORCH_LOG)} | given
         own.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         yield [{**own, **machines.environment(processes, rank)} for rank in range(processes)]
         return
@@ -296,7 +297,8 @@ def _loopback_store() -> Any:
 def _environment(processes: int) -> dict[str, str]:
     """Environment variables for the started processes; variables that the user sets take precedence."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    values = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+    # Otherwise torch prints a stack of its own when the process that serves the store has ended.
+    values = {"OMP_NUM_THREADS": str(max(1, cores // processes)), _TORCH_LOG: "ERROR"}
     if platform.system() == "Linux":
         # All processes are on this machine, whose own host name may not resolve.
         values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -125,8 +125,6 @@ def joined_process(
                 if loaded.source.note is not None and not process.repeats:
                     print_note(loaded.source.note)
             start.ends("job", following="torch")
-            if not alone:  # torch would print its own stack when the process that serves the store ends
-                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             with interrupts_deferred():
                 import torch  # noqa: F401
 
