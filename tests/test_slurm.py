@@ -58,7 +58,7 @@ class Submitted:
         self.run = folder / "runs" / name
         self.file = folder / "job.yaml"
         self.file.write_text(yaml.safe_dump({**JOB, "run": {"name": name}, **fields}))
-        size = () if "--nodes" in options else ("--nodes", "2")
+        size = ("--processes", "1", *(() if "--nodes" in options else ("--nodes", "2")))
         self.output = self.d9d(
             "launch", "submit", "--engine", "slurm", str(self.file), "--processes", "1", *size, *options
         )

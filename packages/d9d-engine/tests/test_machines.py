@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from d9d_core.errors import D9dError, JobError
-from d9d_engine.launch.machines import require_whole_groups, sizes_named
+from d9d_engine.machines import require_whole_groups, sizes_named
 
 
 @pytest.mark.parametrize(

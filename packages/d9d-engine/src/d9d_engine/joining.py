@@ -15,7 +15,7 @@ from d9d_core.registry.manifest import Manifest
 from d9d_core.terminal.console import folded
 from d9d_core.untrusted import visible
 
-from d9d_engine.launch.machines import require_whole_groups
+from d9d_engine.machines import require_whole_groups
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.supervision.failure import FailureReporter
 

@@ -16,9 +16,9 @@ from d9d_core.errors import JobError
 
 from d9d_engine.joining import JoinsProcesses, print_note
 from d9d_engine.launch.command import VARIABLE, typed_command
-from d9d_engine.launch.machines import require_whole_groups, sizes_named
 from d9d_engine.launch.process import Process
 from d9d_engine.launch.startup import StartUp
+from d9d_engine.machines import require_whole_groups, sizes_named
 from d9d_engine.process_env import ProcessEnv, forget_launchers, refuse_one_of_several_machines
 from d9d_engine.run.interrupt import Interrupts, Terminated
 

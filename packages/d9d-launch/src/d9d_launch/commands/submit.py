@@ -49,8 +49,8 @@ def submit(
     """Check a job for all its processes, then submit it. An engine's options are the fields of its plugin."""
     from d9d_core.cli.check import check_job
     from d9d_engine.job import Job
-    from d9d_engine.launch.machines import require_whole_groups, sizes_named
     from d9d_engine.launch.start import option_words
+    from d9d_engine.machines import require_whole_groups, sizes_named
 
     from d9d_launch.engine import build_launcher, engine_config, read_options
     from d9d_launch.submit import Engine, refuse_second, request_for
