@@ -222,6 +222,7 @@ def test_a_restart_says_that_the_job_file_has_changed(tmp_path: Path, restarts: 
     request.folder.mkdir(parents=True)
     request.job_file.write_text(request.job)
     (folder / "job.yaml").write_text(text)
+    (request.folder / "slurm-7.log").touch()
     done, calls = run_script(batch_script(SlurmConfig(), request), tmp_path, 0, restarts)
     note = f"note: {folder}/job.yaml has changed since the submission; this restart trains the submitted job, "
     assert (note in done.stdout) == said, done.stderr
