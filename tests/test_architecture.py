@@ -67,7 +67,7 @@ LAYERS = {
         {"plugin"},
     ),
     "d9d_engine": (
-        {"compat", "figures", "process_env", "sparklines"},
+        {"compat", "figures", "machines", "process_env", "sparklines"},
         {"supervision"},
         {"distributed"},
         {"checkpoint", "costs", "profiling", "sleep", "subscribers", "trackers"},

@@ -175,7 +175,10 @@ def test_ranks_with_different_jobs_all_end_and_one_says_why(small_job: Write, st
     ]
     texts = [end(process, 2)[1] for process in ranks]
     node = ProcessEnv.from_environment({}).node
-    expected = f"error: the job differs across ranks: optimizer.lr: rank 0 ({node}) 0.01, rank 1 ({node}) 0.02"
+    expected = (
+        f"error: the job differs across ranks: optimizer.lr: rank 0 ({node}) 0.01, rank 1 ({node}) 0.02; "
+        "start all machines with the same job file and options"
+    )
     told = [line for text in texts for line in text.splitlines() if not line.startswith("[")]
     assert told == [expected]  # by one of them, whichever came first
 

@@ -96,6 +96,134 @@ def test_commands_on_two_machines_train_one_job_and_stop_together(small_job: Wri
     assert json.loads((directory / "stopped.json").read_text())["steps"] == 2000
 
 
+def train_on(nodes: int, job: str, steps: int) -> list[subprocess.CompletedProcess[str]]:
+    """Train with one process on each of several machines, which are on this one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [*D9D, "train", job, "--set", f"steps={steps}", "--nproc", "1"]
+    several = ["--nodes", str(nodes), "--master", f"127.0.0.1:{port}"] if nodes > 1 else []
+    words = [[*command, *several, *(["--node-rank", str(rank)] if several else [])] for rank in range(nodes)]
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    machines = [subprocess.Popen(one, env=environ, text=True, stdout=-1, stderr=-1) for one in words]
+    ended = [machine.communicate(timeout=150) for machine in machines]
+    return [
+        subprocess.CompletedProcess(machine.args, machine.returncode, *texts)
+        for machine, texts in zip(machines, ended, strict=True)
+    ]
+
+
+@pytest.mark.full
+def test_a_run_continues_on_one_machine_and_again_on_two_and_one_line_says_so(small_job: Write) -> None:
+    job = str(small_job("run", mesh={"dp_shard": "auto"}, parallel=["fsdp"], checkpoint={}, export=False))
+    for nodes, steps, line in (
+        (2, 4, None),
+        (1, 6, "resumed at step 4 of 6, on 1 process instead of 2"),
+        (2, 8, "resumed at step 6 of 8, on 2 processes instead of 1"),
+    ):
+        first, *others = train_on(nodes, job, steps)
+        assert [one.returncode for one in (first, *others)] == [0] * nodes, first.stderr
+        told = [text for text in first.stdout.splitlines() if text.startswith("resumed")]
+        assert told == ([line] if line else [])
+
+
+#: Subscriber that raises an error of the job's data in rank 1 alone, after a step or at the end; or delays a rank.
+BREAKS = """
+import os
+import time
+from d9d_core import events as ev
+from d9d_core.errors import DataError
+from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
+from d9d_core.config import PluginConfig
+from d9d_core.subscriber import Subscribes, subscribe
+from typing import Literal
+
+D9D_API = 2
+
+class BreaksConfig(PluginConfig):
+    'Breaks.'
+
+    name: Literal["breaks"] = "breaks"
+    'Selects this subscriber.'
+    at_end: bool = False
+    'Whether to break at the end.'
+
+class Breaks(Subscribes):
+    def __init__(self, config):
+        self.at_end = config.at_end
+
+    @subscribe(ev.StepEnds)
+    def step(self, event):
+        if event.step >= 1 and os.environ.get("SLEEPS") == os.environ["RANK"]:
+            time.sleep(3)
+        if event.step == 1 and not self.at_end and os.environ["RANK"] == "1":
+            raise DataError("record 7 is damaged")
+
+    @subscribe(ev.TrainingFinished)
+    def end(self, event):
+        if self.at_end and os.environ["RANK"] == "1":
+            raise DataError("record 7 is damaged")
+
+@hookimpl
+def d9d_subscribers():
+    config, build = Ref(f"{__name__}:BreaksConfig"), Ref(f"{__name__}:Breaks")
+    yield SubscriberSpec(name="breaks", summary="For a test.", config=config, build=build)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at_end", [False, True])
+def test_an_error_of_the_job_on_one_machine_is_the_outcome_on_all(
+    small_job: Write, tmp_path: Path, at_end: bool
+) -> None:
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    fields = {
+        "subscribers": [{"name": "breaks", "at_end": at_end}],
+        "plugins": {"files": [str(tmp_path / "breaks.py")]},
+    }
+    job = str(small_job("run", mesh={"dp_shard": 2}, parallel=["fsdp"], **fields))
+    first, second = train_on(2, job, 6)
+    assert (first.returncode, second.returncode) == (2, 2), first.stderr
+    assert "error: record 7 is damaged" in second.stderr
+    assert "because rank 1 (dp_shard=1) on " in first.stderr
+    failure = json.loads((tmp_path / "runs" / "run" / "failed.json").read_text())
+    assert failure["status"] == 2
+    assert "rank 1 (dp_shard=1)" in failure["error"]
+    assert not [name for name in ("stopped", "finished") if (tmp_path / "runs" / "run" / f"{name}.json").exists()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_second_ctrl_c_on_one_machine_is_one_line_on_the_other(small_job: Write, tmp_path: Path, asked: int) -> None:
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    plugins = {"files": [str(tmp_path / "breaks.py")]}
+    fields = {"subscribers": [{"name": "breaks", "at_end": True}], "plugins": plugins, "logging": {"every": 1}}
+    job = str(small_job("run", steps=100, mesh={"dp_shard": 2}, parallel=["fsdp"], **fields))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    several = ("--nproc", "1", "--nodes", "2", "--master", f"127.0.0.1:{port}")
+    # The interrupted rank waits for the other one, in a collective that no exception reaches.
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "SLEEPS": str(1 - asked)}
+    commands = [[*D9D, "train", job, *several, "--node-rank", str(rank)] for rank in (0, 1)]
+    machines = [subprocess.Popen(one, env=environ, text=True, stdout=-1, stderr=-1) for one in commands]
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "runs" / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for _ in range(2):
+            machines[asked].send_signal(signal.SIGINT)
+            time.sleep(0.3)  # two signals at once are one
+        errors = [machine.communicate(timeout=60)[1] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.wait()
+    assert [machine.returncode for machine in machines] == [130, 130], errors
+    told = errors[1 - asked].strip().splitlines()
+    assert len(told) == 1, told
+    assert f"because rank {asked} (dp_shard={asked}) on " in told[0]
+    assert "was interrupted" in told[0]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("what", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_a_finished_run_ends_with_its_status_and_says_what_was_left(

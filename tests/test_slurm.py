@@ -58,8 +58,10 @@ class Submitted:
         self.run = folder / "runs" / name
         self.file = folder / "job.yaml"
         self.file.write_text(yaml.safe_dump({**JOB, "run": {"name": name}, **fields}))
-        size = ("--nodes", "2", "--processes", "1")
-        self.output = self.d9d("launch", "submit", "--engine", "slurm", str(self.file), *size, *options)
+        size = ("--processes", "1", *(() if "--nodes" in options else ("--nodes", "2")))
+        self.output = self.d9d(
+            "launch", "submit", "--engine", "slurm", str(self.file), "--processes", "1", *size, *options
+        )
         (self.id,) = re.findall(r"submitted to slurm as (\d+);", self.output)
 
     def d9d(self, *arguments: str, status: int = 0) -> str:
@@ -244,3 +246,39 @@ def test_an_error_of_the_job_is_not_restarted(cluster: Cluster, tmp_path: Path, 
     text = job.status(status=1)
     assert f"slurm {job.id}: failed (FAILED" in text
     assert ("missing.txt" if ranks == "all" else "record 7 is damaged") in text
+
+
+@pytest.mark.full
+def test_the_script_of_the_documentation_restarts_no_error_of_one_rank(cluster: Cluster, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "launching.md").read_text()
+    (block,) = re.findall(r"^    #!/bin/bash\n(?:    .*\n)+", text, re.MULTILINE)
+    lines = [line[4:] for line in block.splitlines() if "gpus" not in line and "--cpus-per-task=12" not in line]
+    script = (
+        "\n".join(lines)
+        .replace("--ntasks-per-node=8", "--ntasks-per-node=1")
+        .replace(" --cpus-per-task=$SLURM_CPUS_PER_TASK", "")
+    )
+    (tmp_path / "job.sh").write_text(script.replace("=$SLURM_CPUS_PER_TASK", "=1") + "\n")
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    fields = {"subscribers": ["breaks"], "plugins": {"files": ["breaks.py"]}, "mesh": {"dp_shard": 2}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, **fields, "parallel": ["fsdp"]}))
+    log = tmp_path / "log"
+    words = ("sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={log}", str(tmp_path / "job.sh"))
+    number = cluster.run(*words).strip()
+    wait_for(lambda: cluster.state(number) in ("FAILED", "COMPLETED"), "the end of the job")
+    assert (cluster.state(number), cluster.restarts(number)) == ("FAILED", 0), log.read_text()
+    assert json.loads((tmp_path / "runs" / "run" / "failed.json").read_text())["status"] == 2
+    assert not (tmp_path / "runs" / "run" / "stopped.json").exists()
+
+
+@pytest.mark.full
+def test_a_run_continues_on_another_number_of_machines_and_one_line_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    for nodes, steps, line in (
+        (2, 50, None),
+        (1, 100, "resumed at step 50 of 100, on 1 process instead of 2"),
+        (2, 150, "resumed at step 100 of 150, on 2 processes instead of 1"),
+    ):
+        job = Submitted(cluster, tmp_path, "--nodes", str(nodes), steps=steps, export=False)
+        assert job.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", job.log()
+        told = [text for text in job.log().splitlines() if text.startswith("resumed")]
+        assert told == ([line] if line else [])

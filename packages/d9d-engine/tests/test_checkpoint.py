@@ -71,6 +71,9 @@ def test_leftovers_of_a_killed_process_are_no_checkpoints_and_are_removed(tmp_pa
     assert newest(store).step == 5
     with store.opened():
         assert not (tmp_path / ".step-00000099.tmp").exists()
+        notes: list[str] = []
+        store.newest(notes.append)
+    assert [note for note in notes if "step-00000099 is incomplete, because a process was killed" in note]
 
 
 @pytest.mark.parametrize("moment", [1, 2])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_engine.checkpoint import save as dcp_save
+from d9d_engine.checkpoint import store as store_module
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
 from d9d_testing.world import World
@@ -60,6 +61,24 @@ def save_on_a_full_disk(directory: str, rank: int, asynchronous: bool) -> list[s
     assert kept.steps() == [1]
     assert not kept.failed
     return [saved, waited]
+
+
+def prepare_apart(directory: str) -> list[Any]:
+    store_module._LATE_FILE = 0.0
+    own = Path(directory) / str(dist.get_rank())
+    own.mkdir()  # of an earlier run on this machine
+    found = text_of(store(str(own)).prepare)
+    dist.barrier()
+    return [found, [path.name for path in own.iterdir()]]
+
+
+def test_directories_that_are_not_shared_are_refused_by_all_ranks_before_training(
+    world: type[World], tmp_path: Path
+) -> None:
+    first, second = world(2).run(prepare_apart, str(tmp_path))
+    assert first == second == [first[0], []], "the same text, and no file is left"
+    assert "is not shared: machine 0 (" in first[0]
+    assert "so each has a directory of its own; set run.dir, or checkpoint.dir" in first[0]
 
 
 @pytest.mark.thorough

@@ -59,10 +59,23 @@ def test_without_a_manifest_there_is_no_checkpoint(files: fsspec.AbstractFileSys
     files.rm_file("/bucket/run/checkpoints/step-00000002/manifest.json")
     warnings: list[str] = []
     assert step_of(store, warnings) == 1
-    assert "step-00000002 lacks manifest.json: the checkpoint is incomplete" in warnings[0]
+    assert warnings == [
+        f"{URL}: step-00000002 is incomplete, because a process was killed during the save, and not used; "
+        "step-00000001 is complete"
+    ]
     assert store.set_aside(newer_than=1) == [f"{URL}/step-00000002"]
     assert store.steps() == [1]
     assert step_of(saved(2), []) == 2  # the same step again
+
+
+def test_a_start_after_a_kill_in_the_first_save_begins_anew(files: fsspec.AbstractFileSystem) -> None:
+    store = saved(1)
+    files.rm_file("/bucket/run/checkpoints/step-00000001/manifest.json")
+    warnings: list[str] = []
+    assert store.newest(warnings.append) is None
+    assert len(warnings) == 1
+    assert warnings[0].endswith("not used; no earlier checkpoint exists")
+    assert step_of(saved(1), []) == 1
 
 
 def test_a_flipped_bit_is_noticed(files: fsspec.AbstractFileSystem) -> None:

@@ -400,10 +400,10 @@ def test_processes_share_the_processors_and_meet_on_the_loopback(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: range(6), raising=False)
     monkeypatch.setattr("platform.system", lambda: "Linux")
-    found = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert agent._environment(processes) == found
+    found = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    assert agent._environment(processes) == {**found, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     monkeypatch.setattr("platform.system", lambda: "Darwin")
-    assert agent._environment(processes) == {"OMP_NUM_THREADS": threads}
+    assert agent._environment(processes) == found
 
 
 def test_each_process_knows_its_rank_and_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,7 @@ def test_processes_of_several_machines_meet_at_the_first_machine() -> None:
     with agent.rank_environments(2, given, machines) as each:
         common = {
             "OMP_NUM_THREADS": "5", "MASTER_ADDR": "node-a", "MASTER_PORT": "1234", "GROUP_RANK": "1",
-            "GROUP_WORLD_SIZE": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2",
+            "GROUP_WORLD_SIZE": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "TORCH_CPP_LOG_LEVEL": "ERROR",
         }  # fmt: skip
         assert each == [{**common, "RANK": rank, "LOCAL_RANK": local} for rank, local in (("2", "0"), ("3", "1"))]
     for environ, rank in zip(each, (2, 3), strict=True):

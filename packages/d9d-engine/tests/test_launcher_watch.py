@@ -87,7 +87,9 @@ class Early:
 
     def __init__(self, rank: int, requested: str | None = None, status: int = 75) -> None:
         self.interrupts: Any = SimpleNamespace(requested=requested, entered=None)
-        self.process: Any = SimpleNamespace(env=SimpleNamespace(rank=rank), stop_status=status)
+        self.process: Any = SimpleNamespace(
+            env=SimpleNamespace(rank=rank), stop_status=status, failed_elsewhere=lambda: False
+        )
 
     def stops(self) -> Any:
         return process._early_stops(self.process, self.interrupts)

@@ -285,7 +285,7 @@ class Loaded:
     def __init__(self, processes: int | None, again: bool, auto: str | None, mesh: bool, calls: list[Any]) -> None:
         calls.append(("load", processes, again))
         self.calls, self.device = calls, "cpu"
-        self.mesh = SimpleNamespace(world_size=3)
+        self.mesh = SimpleNamespace(world_size=3, tp=1)
         self.source = SimpleNamespace(auto=auto, document=SimpleNamespace(values={"mesh": {}} if mesh else {}))
 
     def check(self, processes: int) -> None:
@@ -484,7 +484,7 @@ def test_early_stopping_keeps_its_count_only_with_the_same_series_and_whole_numb
 
 def test_processes_of_several_machines_are_loaded_together() -> None:
     found: list[Any] = []
-    job: Any = SimpleNamespace(check=found.append)
+    job: Any = SimpleNamespace(check=found.append, mesh=SimpleNamespace(world_size=12, tp=4))
     assert for_processes(lambda count, again: found.append((count, again)) or job, "4", 3) is job
     assert found == [(12, False), 12]
     with pytest.raises(JobError, match="--nproc N"):

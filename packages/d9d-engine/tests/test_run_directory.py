@@ -24,6 +24,7 @@ from d9d_engine.run.directory import (
     PROGRAMS,
     STOP,
     TOKENIZER,
+    RunFailure,
     clear_ending,
     kept_jobs,
     read_ending,
@@ -33,6 +34,7 @@ from d9d_engine.run.directory import (
     write_start,
     write_stop,
 )
+from d9d_engine.supervision.failure import OtherRankError
 
 
 def test_a_stop_is_recorded_until_the_next_start(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_a_start_leaves_its_facts_and_undoes_the_failure(job: Callable[..., Job]
     write_start(made, Manifest.of(made.registry), (), lambda _: None, facts={"parameters": 3})
     assert json.loads((directory / FACTS).read_text()) == {"parameters": 3}
     write_failure(directory, 5, JobError("no room\nhere"))
-    assert json.loads((directory / FAILURE).read_text()) == {"step": 5, "error": "no room"}
+    assert json.loads((directory / FAILURE).read_text()) == {"step": 5, "error": "no room", "status": 2}
     write_start(made, Manifest.of(made.registry), (), lambda _: None)
     assert read_failure(directory) is None
 
@@ -103,7 +105,7 @@ def test_a_start_leaves_its_facts_and_undoes_the_failure(job: Callable[..., Job]
 )
 def test_a_failure_is_one_line_that_names_a_foreign_exception(tmp_path: Path, error: Exception, text: str) -> None:
     write_failure(tmp_path, 1, error)
-    assert read_failure(tmp_path) == text
+    assert read_failure(tmp_path) == RunFailure(text, 2 if isinstance(error, JobError) else 1)
     write_failure(tmp_path / "missing", 1, error)  # must not hide the error itself
 
 
@@ -135,4 +137,15 @@ def test_a_run_that_fails_records_its_error(job: Callable[..., Job]) -> None:
     trainer = made.build(lambda _note: None, observers=[subscribe(ev.StepEnds)(fail)])
     with pytest.raises(Exception, match="the handler is wrong"):
         trainer.train()
-    assert "the handler is wrong" in (read_failure(made.run.directory) or "")
+    failure = read_failure(made.run.directory)
+    assert failure is not None
+    assert "the handler is wrong" in failure.error
+
+
+def test_the_first_failure_of_a_start_is_kept_and_an_error_of_the_job_replaces_any(tmp_path: Path) -> None:
+    write_failure(tmp_path, 5, RuntimeError("the first"), "rank 1 on b")
+    write_failure(tmp_path, 5, RuntimeError("connection closed"))
+    assert read_failure(tmp_path) == RunFailure("rank 1 on b: RuntimeError: the first", 1)
+    write_failure(tmp_path, 5, OtherRankError("rank 3 on c", "record 7 is damaged", 2))
+    write_failure(tmp_path, 5, JobError("late"))
+    assert read_failure(tmp_path) == RunFailure("rank 3 on c: record 7 is damaged", 2)

@@ -139,11 +139,12 @@ def test_each_phase_of_a_start_up_ends_once_and_names_the_next(
     monkeypatch.setattr(start_module, "typed_command", lambda *_: "d9d train a.yaml")
     notes: list[str] = []
     monkeypatch.setattr(start_module, "print_note", notes.append)
+    watchdog = SimpleNamespace(failed_elsewhere=lambda: "asks the watchdog", interrupted=lambda: None)
     loaded = SimpleNamespace(
         check=did.append,
         source=SimpleNamespace(note="a layout was added"),
         mesh=SimpleNamespace(sizes=lambda: {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1}),
-        joined=lambda _env, reporter: nullcontext(f"topology with {reporter}"),
+        joined=lambda _env, reporter: nullcontext(SimpleNamespace(reporter=reporter, watchdog=watchdog)),
     )
     env = SimpleNamespace(rank=0, world_size=2, launcher=launcher)
     process: Any = SimpleNamespace(env=env, repeats=False, reporter=lambda name: f"reporter of {name[:6]}")
@@ -157,7 +158,8 @@ def test_each_phase_of_a_start_up_ends_once_and_names_the_next(
 
     with joined() as (job, topology, _, alone):
         assert job is loaded
-        assert topology == f"topology with {None if launcher is None else 'reporter of rank 0'}"
+        assert topology.reporter == (None if launcher is None else "reporter of rank 0")  # type: ignore[attr-defined]
+        assert process.failed_elsewhere() == "asks the watchdog"
         assert alone == (launcher is None)
     begun = {"shown": True, "processes": 2, "command": "d9d train a.yaml"}
     assert did == [begun, phases[0], 2, *phases[1:]]

@@ -83,12 +83,13 @@ def test_differences_of_identities_are_in_order_and_short() -> None:
     assert one.job == {
         "a.b[0]": "1", "a.b[1].c": "null", "a.d": "{}", "e": "[]", "f": json.dumps("y" * 60), "g": json.dumps("z" * 58),
     }  # fmt: skip
-    assert one.software.keys() == {"python", "torch"}
+    assert one.software.keys() == {"python", "torch", "d9d-core", "d9d-weights"}
     assert Identity.loads(one.dumps().encode()) == one
     other = Identity({**one.software, "torch": "0"}, {}, {"a.b[0]": "2"})
     changed = [text.partition(": ")[2] for _, text in one.differences(other, "here", "there")]
-    assert changed[0] == f"torch: here {one.software['torch']}, there 0"
-    assert changed[1:] == [
+    assert changed == [f"torch: here {one.software['torch']}, there 0"]
+    other = Identity(one.software, {}, {"a.b[0]": "2"})
+    assert [text.partition(": ")[2] for _, text in one.differences(other, "here", "there")] == [
         "a.b[0]: here 1, there 2", "a.b[1].c: here null, there unset", "a.d: here {}, there unset",
         "e: here [], there unset", f'f: here "{"y" * 56}..., there unset', f'g: here "{"z" * 58}", there unset',
     ]  # fmt: skip

@@ -274,7 +274,7 @@ class _Asked:
             return None
         return self.left if late else 0.0
 
-    def leave(self) -> None:
+    def follow(self) -> None:
         pass
 
 

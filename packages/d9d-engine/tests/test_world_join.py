@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -114,12 +115,14 @@ def join_twice() -> str:
     [
         (
             {"moe": "0.1.1"},
-            "PluginError: plugin sets differ across ranks: d9d-moe: rank 0 (node-a) 0.1.0, rank 2 (node-b) 0.1.1",
+            "PluginError: plugin sets differ across ranks: d9d-moe: rank 0 (node-a) 0.1.0, rank 2 (node-b) 0.1.1; "
+            "install the same versions on all machines",
         ),
         (
             {"batch": {"size": 16}, "model": {"name": "x"}},
             "JobError: the job differs across ranks: batch.size: rank 0 (node-a) 8, rank 2 (node-b) 16\n"
-            'the job differs across ranks: model.name: rank 0 (node-a) unset, rank 2 (node-b) "x"',
+            'the job differs across ranks: model.name: rank 0 (node-a) unset, rank 2 (node-b) "x"; '
+            "start all machines with the same job file and options",
         ),
     ],
 )
@@ -127,18 +130,23 @@ def test_a_difference_is_the_same_error_on_all_ranks(world: Callable[..., Any], 
     assert world(3).run(join_with, [{}, {}, odd]) == [text] * 3
 
 
-def in_threads(identities: list[Identity], nodes: list[str], timeout: float = 20.0) -> list[BaseException | None]:
+def in_threads(
+    identities: list[Identity], nodes: list[str], timeout: float = 20.0, each_alone: bool = False
+) -> list[BaseException | None]:
     store = dist.HashStore()  # type: ignore[attr-defined]
     outcomes: list[BaseException | None] = [None] * len(identities)
 
     def rank(number: int) -> None:
-        here = ProcessEnv(number, len(nodes), number, len(nodes), nodes[number], "slurm")
+        local = (0, 1) if each_alone else (number, len(nodes))
+        here = ProcessEnv(number, len(nodes), *local, nodes[number], "slurm")
         try:
             agree(store, here, identities[number], timeout)
         except D9dError as error:
             outcomes[number] = error
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(identities))]
+    threads = [
+        threading.Thread(target=rank, args=(number,), name=f"rank {number}") for number in range(len(identities))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -150,13 +158,46 @@ def test_ranks_that_differ_alike_share_a_line() -> None:
     other = identity(moe="0.2.0")
     found = in_threads([identity()] * 4 + [other] * 4, ["a"] * 4 + ["b"] * 2 + ["c"] * 2)
     assert {type(error) for error in found} == {PluginError}
-    assert str(found[7]) == "plugin sets differ across ranks: d9d-moe: rank 0 (a) 0.1.0, ranks 4-7 (b, c) 0.2.0"
+    assert str(found[7]) == (
+        "plugin sets differ across ranks: d9d-moe: rank 0 (a) 0.1.0, ranks 4-7 (b, c) 0.2.0; "
+        "install the same versions on all machines"
+    )
 
 
 def test_another_torch_is_an_error() -> None:
     found = in_threads([identity(torch_version="2.11.0"), identity(torch_version="2.15.0")], ["a", "b"])
     assert [type(error) for error in found] == [JobError, JobError]
-    assert str(found[1]) == "software differs across ranks: torch: rank 0 (a) 2.11.0, rank 1 (b) 2.15.0"
+    assert str(found[1]) == (
+        "software differs across ranks: torch: rank 0 (a) 2.11.0, rank 1 (b) 2.15.0; "
+        "install the same versions on all machines"
+    )
+
+
+def test_versions_are_told_before_the_jobs_that_they_change() -> None:
+    here = identity()
+    there = replace(here, software={**here.software, "d9d-core": "0.2.0"}, job={"batch.size": "9"})
+    found = in_threads([here, there], ["a", "b"])
+    assert str(found[0]).startswith("software differs across ranks: d9d-core: rank 0 (a) ")
+    assert "rank 1 (b) 0.2.0; install the same versions" in str(found[0])
+    assert "the job differs" not in str(found[0])
+
+
+@pytest.mark.parametrize(("apart", "said"), [(7200, "7,200 s behind"), (-7200, "7,200 s ahead of"), (5, None)])
+def test_clocks_that_are_apart_are_told_and_nothing_else_changes(
+    monkeypatch: pytest.MonkeyPatch, apart: int, said: str | None
+) -> None:
+    real = time.time
+
+    def clock() -> float:  # the thread of rank 0 sees another machine's clock
+        return real() + (apart if threading.current_thread().name == "rank 0" else 0)
+
+    monkeypatch.setattr("d9d_engine.supervision.identity.time.time", clock)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert in_threads([identity()] * 2, ["a", "b"], each_alone=True) == [None, None]
+    texts = [str(one.message) for one in told if "clock of" in str(one.message)]
+    assert len(texts) == (said is not None)
+    assert all(f"the clock of b is {said} the clock of a" in text for text in texts)
 
 
 def test_paths_of_plugin_files_may_differ() -> None:

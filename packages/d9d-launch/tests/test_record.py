@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from d9d_core.errors import JobError, LaunchError
+from d9d_core.errors import DataError, JobError, LaunchError
 from d9d_core.launcher import EngineStatus, LaunchState
 from d9d_engine.run.directory import write_ending, write_failure, write_stop
 from d9d_launch.engine import read_options
@@ -82,6 +82,7 @@ def test_a_changed_job_file_is_told(tmp_path: Path, record: SubmissionRecord) ->
         (("unknown", None), "finished", "unknown", "finished after step 10 of 10"),
         (("failed", None), "stop", "stopped", "stopped by SIGTERM after step 5 of 10, and saved"),
         (("failed", None), "failure", "failed", "failed: ValueError: no"),
+        (("failed", None), "job", "failed", "failed: rank 1 on b: record 7; a restart would repeat this error"),
         (("running", None), "none", "running", "last logged step: 3, loss 2.5"),
     ],
 )
@@ -96,6 +97,8 @@ def test_the_report_has_the_state_the_progress_and_the_cause(
         write_stop(directory, 5, 10, "SIGTERM")
     elif ending == "failure":
         write_failure(directory, 5, ValueError("no"))
+    elif ending == "job":
+        write_failure(directory, 5, DataError("record 7"), "rank 1 on b")
     status = EngineStatus(state=engine[0], detail="WORD on n1", log=("one", "two"), exit_status=engine[1])
     report = RunReport(directory, record, status)
     lines = list(report.lines())

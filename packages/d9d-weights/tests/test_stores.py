@@ -28,7 +28,7 @@ from d9d_weights.sharding.shards import LocalShards, Owners, TensorShard, signat
 @pytest.fixture
 def remote() -> Iterator[RemoteStore]:
     store = RemoteStore("memory://d9d-test-stores/")
-    store.prepare()
+    store.forget(store.prepare())
     yield store
     fsspec.filesystem("memory").rm("/d9d-test-stores", recursive=True)
 
@@ -57,7 +57,10 @@ def test_a_remote_store_lists_reads_and_removes_directories(remote: RemoteStore)
     assert remote.names() == ["b"]
     remote.remove("b")
     assert remote.names() == []
-    assert remote.is_visible()
+    probe = remote.prepare()
+    assert (remote.is_visible(probe), remote.is_visible("probe-of-another")) == (True, False)
+    remote.forget(probe)
+    assert not remote.is_visible(probe)
     assert RemoteStore("memory://d9d-nowhere").names() == []
 
 
@@ -124,9 +127,11 @@ def test_a_draft_at_an_address_removes_earlier_files_only(remote: RemoteStore) -
 
 def test_a_local_store_keeps_damaged_directories_under_further_names(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
-    assert (store.names(), store.is_visible()) == ([], False)
-    store.prepare()
-    assert (store.names(), store.is_visible(), list(store.directory.iterdir())) == ([], True, [])
+    assert (store.names(), store.is_visible(".probe-1.tmp")) == ([], False)
+    probe = store.prepare()
+    assert (store.names(), store.is_visible(probe)) == ([], True)
+    store.forget(probe)
+    assert list(store.directory.iterdir()) == []
     places = []
     for _ in range(3):
         (store.directory / "a").mkdir()

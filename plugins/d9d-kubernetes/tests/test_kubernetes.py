@@ -237,7 +237,7 @@ def test_a_missing_kubectl_or_kind_is_told_with_its_remedy(kubectl: Kubectl, mon
     with pytest.raises(LaunchError, match=r"no jobsets\.jobset\.x-k8s\.io.*--option kind=trainjob"):
         launcher(kind="jobset").require()
     kubectl.answers({"api-resources": (1, "connection refused")})
-    with pytest.raises(LaunchError, match="kubectl api-resources: connection refused"):
+    with pytest.raises(LaunchError, match="cannot be asked: kubectl api-resources: connection refused; choose a"):
         launcher().require()
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match="kubectl not found"):
@@ -274,9 +274,50 @@ def test_the_state_of_an_object_is_told_with_the_log_of_its_first_pod(
     kubectl.answers(answer(**status))
     found = launcher().status("trainjob/team/mine-1", Path("unused"), 2)
     assert (found.state, found.detail, found.log) == (state, detail, ("step 2", "step 3"))
-    get, logs = kubectl.calls()
+    get, *_, logs = kubectl.calls()
     assert get == ["get", "trainjobs.trainer.kubeflow.org", "mine-1", "--namespace=team", "--output=json"]
     assert "jobset.sigs.k8s.io/jobset-name=mine-1" in logs[1]
+
+
+def pods_that_ended(**statuses: int) -> str:
+    items = [
+        {
+            "metadata": {"name": name},
+            "status": {
+                "containerStatuses": [
+                    {"name": "node", "state": {"terminated": {"exitCode": code, "reason": "OOMKilled" * (code == 137)}}}
+                ]
+            },
+        }
+        for name, code in statuses.items()
+    ]
+    running = {"metadata": {"name": "z"}, "status": {"containerStatuses": [{"name": "node", "state": {"running": {}}}]}}
+    return json.dumps({"items": [*items, {"metadata": {"name": "y"}, "status": {}}, running]})
+
+
+@pytest.mark.parametrize(
+    ("statuses", "pod", "status", "detail"),
+    [
+        ({"a": 1, "b": 2, "c": 137}, "b", 2, "Failed; b ended with exit status 2"),
+        ({"a": 143, "b": 1}, "b", 1, "Failed; b ended with exit status 1"),
+        ({"a": 137, "b": 0}, "a", 137, "Failed; a ended with exit status 137 (OOMKilled)"),
+        ({"a": 75, "b": 75}, "a", 75, "Failed; a ended with exit status 75"),
+    ],
+)
+def test_a_failed_job_has_the_exit_status_and_the_log_of_the_pod_that_failed(
+    kubectl: Kubectl, statuses: dict[str, int], pod: str, status: int, detail: str
+) -> None:
+    kubectl.answers({"get pods": (0, pods_that_ended(**statuses)), **answer(conditions=[condition("Failed")])})
+    found = launcher().status("jobset/team/mine-1", Path("unused"), 2)
+    assert (found.state, found.exit_status, found.detail) == ("failed", status, detail)
+    assert kubectl.calls()[-1][:2] == ["logs", pod]
+
+
+@pytest.mark.parametrize("pods", [(1, "gone"), (0, '{"items": []}'), (0, "[]"), (0, "no JSON")])
+def test_without_pods_the_exit_status_is_unknown(kubectl: Kubectl, pods: tuple[int, str]) -> None:
+    kubectl.answers({"get pods": pods, **answer(conditions=[condition("Failed")])})
+    found = launcher().status("jobset/team/mine-1", Path("unused"), 2)
+    assert (found.exit_status, found.detail) == (None, "Failed")
 
 
 def test_an_object_that_is_gone_is_unknown_and_no_answer_is_an_error(kubectl: Kubectl) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from dataclasses import replace
@@ -199,3 +200,32 @@ def test_the_options_of_the_readme_are_valid() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     (block,) = re.findall(r"^```yml[^\n]*\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
     assert SlurmConfig(**yaml.safe_load(block)).partition == "gpu"
+
+
+def test_slurms_lines_become_one_with_the_next_action(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("sbatch", "squeue", "scontrol", "scancel"):
+        tool = tmp_path / name
+        tool.write_text(f"#!/bin/sh\necho '{name}: error: no' >&2\necho '{name}: fatal: nothing' >&2\nexit 1\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(LaunchError, match="asked: scontrol: error: no; fatal: nothing; run this command on a login"):
+        SlurmLauncher(SlurmConfig()).require()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "text", "said"), [(1, "steps: 2\n", True), (1, "steps: 1\n", False), (0, "steps: 2\n", False)]
+)
+def test_a_restart_says_that_the_job_file_has_changed(tmp_path: Path, restarts: int, text: str, said: bool) -> None:
+    folder = tmp_path / HOSTILE
+    digest = hashlib.sha256(b"steps: 1\n").hexdigest()
+    request = request_in(folder, source=folder / "job.yaml", source_sha256=digest)
+    request.folder.mkdir(parents=True)
+    request.job_file.write_text(request.job)
+    (folder / "job.yaml").write_text(text)
+    (request.folder / "slurm-7.log").touch()
+    done, calls = run_script(batch_script(SlurmConfig(), request), tmp_path, 0, restarts)
+    note = f"note: {folder}/job.yaml has changed since the submission; this restart trains the submitted job, "
+    assert (note in done.stdout) == said, done.stderr
+    assert done.stderr == ""
+    assert len(calls) == 1
+    assert not list(tmp_path.rglob("pwned"))

@@ -59,6 +59,8 @@ class LaunchRequest:
         nodes: number of machines.
         processes: number of processes on each machine.
         device: type of device of the job, such as ``cuda``; ``auto`` for the best that a machine has.
+        source: the user's job file, of which ``job`` is a copy; ``None`` if unknown.
+        source_sha256: SHA-256 of that file, in hexadecimal digits, when the copy was made; empty if unknown.
     """
 
     name: str
@@ -70,9 +72,11 @@ class LaunchRequest:
     nodes: int
     processes: int
     device: str = "auto"
+    source: Path | None = None
+    source_sha256: str = ""
 
     def __post_init__(self) -> None:
-        for text in (*self.command, str(self.folder), str(self.working_directory)):
+        for text in (*self.command, str(self.folder), str(self.working_directory), str(self.source)):
             if any(ord(character) < 32 or ord(character) == 127 for character in text):
                 raise LaunchError(f"{text!r} has a control character, such as a line break; rename it")
 

@@ -15,6 +15,7 @@ from d9d_core.registry.manifest import Manifest
 from d9d_core.terminal.console import folded
 from d9d_core.untrusted import visible
 
+from d9d_engine.machines import require_whole_groups
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.supervision.failure import FailureReporter
 
@@ -97,6 +98,8 @@ class JoinsProcesses(LoadedJob):
         env = env or ProcessEnv.from_environment(os.environ)
         if self.mesh.world_size != env.world_size:
             self.check_layout(env.world_size)  # raises, and lists further problems of the layout
+        if env.num_nodes * env.local_world_size == env.world_size:  # otherwise machines have unequal numbers
+            require_whole_groups(self.mesh.tp, env.num_nodes, env.local_world_size)
         from d9d_engine.distributed.determinism import prepare_determinism
         from d9d_engine.distributed.devices import device_of, load_kernels_eagerly, share_hardware_queues
         from d9d_engine.distributed.logs import log_lines

@@ -46,7 +46,11 @@ def engine_config(registry: Registry, engine: str, fields: Mapping[str, Any]) ->
         PluginError: there is no such launcher, or a library that it needs is missing.
         JobError: an option is unknown or has a wrong value; one line per option.
     """
-    entry = registry.find("launcher", engine)
+    try:
+        entry = registry.find("launcher", engine)
+    except PluginError as error:
+        more = "" if "pip install" in str(error) else "; an engine is a plugin: install the one that offers it"
+        raise PluginError(f"--engine {engine}: {error}{more}") from error
     assert isinstance(entry.spec, LauncherSpec)
     if missing := missing_modules(entry.spec):
         names = " ".join(missing)

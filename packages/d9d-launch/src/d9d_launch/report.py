@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d9d_core.launcher import EXIT_STOPPED, EngineStatus
+from d9d_core.launcher import EXIT_FAILED, EXIT_STOPPED, EngineStatus
 from d9d_engine.run.directory import read_ending, read_failure, read_stop
 from d9d_engine.trackers.lines import read_lines
 
@@ -67,5 +67,6 @@ class RunReport:
         elif (stop := read_stop(self.directory)) is not None:
             cause = f" by {stop['request']}" if stop.get("request") else ""
             yield f"stopped{cause} after step {stop['step']} of {stop['steps']}, and saved"
-        elif (error := read_failure(self.directory)) is not None:
-            yield f"failed: {error}"
+        elif (failure := read_failure(self.directory)) is not None:
+            again = "; a restart would repeat this error" if failure.status == EXIT_FAILED else ""
+            yield f"failed: {failure.error}{again}"

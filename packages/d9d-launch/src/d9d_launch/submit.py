@@ -18,19 +18,21 @@ from d9d_weights.files.atomic import write_text
 from d9d_launch.record import FOLDER, JOB, SubmissionRecord, digest_of
 
 
-def request_for(job: JobFile, nodes: int, processes: int, options: list[str]) -> LaunchRequest:
+def request_for(job: JobFile, file: Path, nodes: int, processes: int, options: list[str]) -> LaunchRequest:
     """Request to train a job, of which a copy with all defaults and overrides is trained.
 
     A copy, because the job file may change while the submission waits, and because it was the copy that was checked.
 
     Args:
         job: job, loaded for ``nodes * processes`` processes.
+        file: job file.
         nodes: number of machines.
         processes: number of processes on each.
         options: further arguments of ``d9d train``.
 
     Raises:
         LaunchError: a path has a control character.
+        JobError: the job file cannot be read any more.
     """
     folder = job.run.directory.absolute() / FOLDER
     return LaunchRequest(
@@ -43,6 +45,8 @@ def request_for(job: JobFile, nodes: int, processes: int, options: list[str]) ->
         nodes=nodes,
         processes=processes,
         device=job.device,
+        source=file.absolute(),
+        source_sha256=digest_of(file),
     )
 
 
@@ -87,7 +91,7 @@ class Engine:
     launcher: Launcher
 
 
-def submit(engine: Engine, request: LaunchRequest, submission: Submission, job: Path) -> str:
+def submit(engine: Engine, request: LaunchRequest, submission: Submission) -> str:
     """Write the files of a submission, hand it to the engine, and record it; return the engine's identifier.
 
     Raises:
@@ -96,7 +100,6 @@ def submit(engine: Engine, request: LaunchRequest, submission: Submission, job: 
     request.folder.mkdir(parents=True, exist_ok=True)
     for path, text in {request.job_file: request.job, **submission.files}.items():
         write_text(path, text)
-    digest = digest_of(job)
     identifier = engine.launcher.submit(submission)
     SubmissionRecord(
         engine=engine.name,
@@ -104,8 +107,8 @@ def submit(engine: Engine, request: LaunchRequest, submission: Submission, job: 
         identifier=identifier,
         nodes=request.nodes,
         processes=request.processes,
-        job=str(job.absolute()),
-        digest=digest,
+        job=str(request.source),
+        digest=request.source_sha256,
         command=list(submission.command),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
     ).write(request.folder)

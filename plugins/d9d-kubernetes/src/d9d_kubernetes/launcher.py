@@ -6,21 +6,26 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from d9d_core.errors import LaunchError
-from d9d_core.launcher import EngineStatus, LaunchRequest, LaunchState, Submission
+from d9d_core.launcher import EXIT_FAILED, EXIT_FINISHED, EngineStatus, LaunchRequest, LaunchState, Submission
 
 from d9d_kubernetes.config import KubernetesConfig
-from d9d_kubernetes.manifest import manifest, object_name
+from d9d_kubernetes.manifest import NODE, manifest, object_name
 
 #: Seconds within which kubectl must answer.
 _PATIENCE = 120
 #: Kind of an object -> name for kubectl.
 _KINDS = {"trainjob": "trainjobs.trainer.kubeflow.org", "jobset": "jobsets.jobset.x-k8s.io"}
+#: Line of the log of kubectl's library, which repeats the message that follows.
+_DEBUG = re.compile(r"[EWI]\d{4} \d\d:")
+#: Exit statuses above this stand for a signal.
+_SIGNALS = 128
 _IDENTIFIER = re.compile(r"(trainjob|jobset)/([a-z0-9-]{0,63})/([a-z0-9][a-z0-9-]{0,62})", re.ASCII)
 #: Condition of a TrainJob or a JobSet -> state, in the order in which conditions decide.
 _CONDITIONS: tuple[tuple[str, LaunchState], ...] = (
@@ -55,7 +60,13 @@ class KubernetesLauncher:
             )
         kind = _KINDS[self._config.kind]
         group = kind.partition(".")[2]
-        known = _run("kubectl", "api-resources", f"--api-group={group}", "--output=name").split()
+        try:
+            known = _run("kubectl", "api-resources", f"--api-group={group}", "--output=name").split()
+        except LaunchError as error:
+            raise LaunchError(
+                f"the cluster cannot be asked: {error}; choose a context that reaches it (kubectl config use-context), "
+                "or print the files with --dry-run"
+            ) from error
         if kind not in known:
             other = "jobset" if self._config.kind == "trainjob" else "trainjob"
             raise LaunchError(
@@ -88,7 +99,7 @@ class KubernetesLauncher:
         return f"{self._config.kind}/{self._config.namespace or ''}/{names[0]}"
 
     def status(self, identifier: str, folder: Path, lines: int) -> EngineStatus:  # noqa: ARG002 - Launcher
-        """Ask the cluster about an object, and for the last lines of the first pod.
+        """Ask the cluster about an object, and for the last lines of the pod that failed, or else of the first one.
 
         Raises:
             LaunchError: the identifier is malformed, or the cluster does not answer.
@@ -104,7 +115,13 @@ class KubernetesLauncher:
             raise LaunchError(f"kubectl get {name}: the answer is not JSON: {error}") from error
         status = found.get("status") or {} if isinstance(found, dict) else {}
         state, detail = _state(status)
-        return EngineStatus(state=state, detail=detail, log=_log(name, place, lines) if lines else ())
+        ended = _ended_pods(name, place) if state == "failed" else []
+        if cause := _cause(ended):
+            reason = f" ({cause.reason})" if cause.reason else ""
+            detail += f"; {cause.name} ended with exit status {cause.status}{reason}"
+        log = _log(name, place, lines, cause.name if cause else None) if lines else ()
+        code = EXIT_FINISHED if state == "finished" else cause.status if cause else None
+        return EngineStatus(state=state, detail=detail, log=log, exit_status=code)
 
     def cancel(self, identifier: str) -> str:
         """Delete the objects: the pods save within their grace period.
@@ -116,6 +133,46 @@ class KubernetesLauncher:
         _run("kubectl", "delete", _KINDS[kind], name, *place, "--wait=false")
         _run("kubectl", "delete", "configmap", name, *place, "--wait=false", "--ignore-not-found")
         return "all ranks finish their step, save and stop; the job is not restarted"
+
+
+@dataclass(frozen=True)
+class _Pod:
+    """Pod whose container has ended.
+
+    Attributes:
+        name: name of the pod.
+        status: exit status of the container.
+        reason: Kubernetes' word for the end, such as ``OOMKilled``; empty for a plain end.
+    """
+
+    name: str
+    status: int
+    reason: str
+
+
+def _ended_pods(name: str, place: tuple[str, ...]) -> list[_Pod]:
+    """Pods of a job whose container has ended; empty if the cluster has removed the pods."""
+    selector = f"jobset.sigs.k8s.io/jobset-name={name}"
+    try:
+        found = json.loads(_run("kubectl", "get", "pods", f"--selector={selector}", *place, "--output=json"))
+        pods = []
+        for pod in found["items"]:
+            for container in pod["status"].get("containerStatuses") or ():
+                ended = (container.get("state") or {}).get("terminated")
+                if container["name"] == NODE and ended is not None:
+                    reason = ended.get("reason") or ""
+                    pods.append(
+                        _Pod(pod["metadata"]["name"], int(ended["exitCode"]), "" if reason == "Error" else reason)
+                    )
+    except (LaunchError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+    return pods
+
+
+def _cause(pods: Sequence[_Pod]) -> _Pod | None:
+    """Pod that failed first: an error of the job, else one that was not ended by a signal, else any that failed."""
+    failed = [pod for pod in pods if pod.status]
+    return min(failed, key=lambda pod: (pod.status != EXIT_FAILED, pod.status > _SIGNALS, pod.name), default=None)
 
 
 def _parts(identifier: str) -> tuple[str, tuple[str, ...], str]:
@@ -144,10 +201,11 @@ def _state(status: Mapping[str, Any]) -> tuple[LaunchState, str]:
     return ("running", f"active{more}") if active else ("waiting", f"no pod runs yet{more}")
 
 
-def _log(name: str, place: tuple[str, ...], lines: int) -> tuple[str, ...]:
-    selector = f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
+def _log(name: str, place: tuple[str, ...], lines: int, pod: str | None) -> tuple[str, ...]:
+    """Last lines of a pod; of the first one by default."""
+    first = f"--selector=jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
     try:
-        text = _run("kubectl", "logs", f"--selector={selector}", *place, f"--tail={lines}", "--container=node")
+        text = _run("kubectl", "logs", pod or first, *place, f"--tail={lines}", f"--container={NODE}")
     except LaunchError:  # no pod has started, or it is gone
         return ()
     return tuple(text.splitlines()[-lines:])
@@ -174,6 +232,7 @@ def _run(*command: str) -> str:
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"kubectl did not answer within {_PATIENCE} s; is the cluster reachable?") from error
     if done.returncode != 0:
-        text = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
-        raise LaunchError(f"kubectl {command[1]}: {text}")
+        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        told = [line for line in lines if not _DEBUG.match(line)] or lines or [f"exit status {done.returncode}"]
+        raise LaunchError(f"kubectl {command[1]}: {'; '.join(told)}")
     return done.stdout

@@ -16,7 +16,7 @@ from d9d_kubernetes.config import KubernetesConfig
 #: Directory of the job file in the pods, and its port of the rendezvous.
 _JOB, _PORT = "/etc/d9d", 29_500
 #: Name of the replicated job, as in the runtimes of Kubeflow; its container has the same name.
-_NODE = "node"
+NODE = "node"
 #: Prefix of annotations, under a domain that is reserved for local use.
 _OWN = "d9d.local"
 #: Longest name: pods get names that are longer, and hosts have at most 63 characters.
@@ -80,14 +80,14 @@ def _config_map(config: KubernetesConfig, request: LaunchRequest, name: str) -> 
 def _train_job(config: KubernetesConfig, request: LaunchRequest, name: str) -> dict[str, Any]:
     # Kubeflow's controller sets PET_*; its own launcher, torchrun, would hide the exit statuses.
     place = ("PET_NODE_RANK", "$PET_MASTER_ADDR:$PET_MASTER_PORT")
-    container = {"name": _NODE, "volumeMounts": _mounts(config)}
+    container = {"name": NODE, "volumeMounts": _mounts(config)}
     pod = {
         **_given(nodeSelector=config.node_selector or None),
         "terminationGracePeriodSeconds": config.grace,
         "volumes": _volumes(config, name),
         "containers": [container],
     }
-    patch = {"replicatedJobs": [{"name": _NODE, "template": {"spec": {"template": {"spec": pod}}}}]}
+    patch = {"replicatedJobs": [{"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}]}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -110,9 +110,9 @@ def _train_job(config: KubernetesConfig, request: LaunchRequest, name: str) -> d
 
 def _job_set(config: KubernetesConfig, request: LaunchRequest, name: str) -> dict[str, Any]:
     # The host name that a JobSet gives to the first pod.
-    place = ("JOB_COMPLETION_INDEX", f"{name}-{_NODE}-0-0.{name}:{_PORT}")
+    place = ("JOB_COMPLETION_INDEX", f"{name}-{NODE}-0-0.{name}:{_PORT}")
     container = {
-        "name": _NODE,
+        "name": NODE,
         "image": config.image,
         "command": _command(config, request, *place),
         **_given(env=_environment(config), resources=_resources(config, request)),
@@ -125,7 +125,7 @@ def _job_set(config: KubernetesConfig, request: LaunchRequest, name: str) -> dic
         "containers": [container],
         "volumes": _volumes(config, name),
     }
-    failed = {"containerName": _NODE, "operator": "In", "values": [EXIT_FAILED]}
+    failed = {"containerName": NODE, "operator": "In", "values": [EXIT_FAILED]}
     job = {
         "completionMode": "Indexed",
         "completions": request.nodes,
@@ -147,7 +147,7 @@ def _job_set(config: KubernetesConfig, request: LaunchRequest, name: str) -> dic
                     {"name": "error-in-the-job", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
                 ],
             },
-            "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {"spec": job}}],
+            "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": job}}],
         },
     }
 

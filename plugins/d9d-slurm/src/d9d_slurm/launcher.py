@@ -66,7 +66,13 @@ class SlurmLauncher:
                 f"{', '.join(missing)} not found: Slurm's client commands are not installed on this machine, or not in "
                 "PATH; run this command on a login node of the cluster, or print the files with --dry-run"
             )
-        _run("scontrol", "ping")
+        try:
+            _run("scontrol", "ping")
+        except LaunchError as error:
+            raise LaunchError(
+                f"Slurm's controller cannot be asked: {error}; run this command on a login node of the cluster, or "
+                "print the files with --dry-run"
+            ) from error
 
     def prepare(self, request: LaunchRequest) -> Submission:
         """Make the batch script, and the command that hands it to Slurm.
@@ -201,6 +207,7 @@ def _run(*command: str) -> str:
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"{command[0]} did not answer within {_PATIENCE} s; is slurmctld running?") from error
     if done.returncode != 0:
-        text = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
-        raise LaunchError(f"{command[0]}: {text}")
+        # Slurm begins each line with the command's name.
+        lines = [line.removeprefix(f"{command[0]}: ").strip() for line in (done.stderr or done.stdout).splitlines()]
+        raise LaunchError(f"{command[0]}: {'; '.join(filter(None, lines)) or f'exit status {done.returncode}'}")
     return done.stdout

@@ -35,6 +35,7 @@ def batch_script(config: SlurmConfig, request: LaunchRequest) -> str:
         f"    echo \"error: $(hostname) does not have\" {job}'; {shared}' >&2",
         f"    exit {EXIT_FAILED}",
         "fi",
+        *_change_note(request),
         f"log={log}",
         'begin=$(stat -c %s "$log" 2>/dev/null || echo 0)',
         f"srun --kill-on-bad-exit=1{cores} {command}",
@@ -53,6 +54,21 @@ def batch_script(config: SlurmConfig, request: LaunchRequest) -> str:
         "exit $status",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _change_note(request: LaunchRequest) -> Iterator[str]:
+    """Yield the lines by which a restart says that the user's job file has changed."""
+    if request.source is None:
+        return
+    file = shlex.quote(str(request.source))
+    note = (
+        f"note: {request.source} has changed since the submission; this restart trains the submitted job, "
+        f"{request.job_file}; cancel and submit again to train the new one"
+    )
+    yield f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && [ -r {file} ] &&'
+    yield f'    [ "$(sha256sum < {file})" != "{request.source_sha256}  -" ]; then'
+    yield f"    echo {shlex.quote(note)}"
+    yield "fi"
 
 
 def _options(config: SlurmConfig, request: LaunchRequest) -> Iterator[str]:

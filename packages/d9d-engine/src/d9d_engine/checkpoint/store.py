@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import threading
 import time
 from collections import deque
@@ -42,11 +43,14 @@ from d9d_engine.checkpoint.save_job import SaveJob, unwritten
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.staging import Staged, Stager
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.supervision.identity import wait_until
 
 __all__ = ["CheckpointStore"]
 
 #: Number of ignored folders that a warning lists; further ones are only counted.
 _SHOWN = 3
+#: Seconds within which a rank must see a file that another rank has written.
+_LATE_FILE = 10.0
 
 
 class CheckpointStore:
@@ -95,29 +99,39 @@ class CheckpointStore:
         self._reports: deque[SaveReport] = deque()
 
     def prepare(self) -> None:
-        """Check before training that checkpoints can be written. Collective over all ranks.
+        """Check before training that checkpoints can be written, and that all ranks see one directory.
+
+        Collective over all ranks.
 
         Raises:
-            CheckpointError: the directory cannot be created or written, or a rank does not see it.
+            CheckpointError: the directory cannot be created or written, or a machine has another one at this place.
         """
 
-        def create() -> None:
+        def create() -> list[str]:
             try:
-                self._storage.prepare()
+                return [self._storage.prepare(), platform.node()]
             except OSError as error:
                 raise CheckpointError(
                     f"checkpoints cannot be written to {self.directory}: {error.strerror or error}; "
                     "choose another run.dir, or make this one writable"
                 ) from error
 
+        probe, first = on_main(create, self.group)
+
         def look() -> None:
-            if not self._storage.is_visible():
+            # Network file systems may show a new file some seconds late.
+            if not wait_until(lambda: self._storage.is_visible(probe), _LATE_FILE, 0.2):
                 raise CheckpointError(
-                    f"this rank does not see {self.directory}; checkpoints need a directory all machines share"
+                    f"{self.directory} is not shared: machine {self.topology.node_rank} ({platform.node()}) does not "
+                    f"see a file that machine 0 ({first}) wrote there, so each has a directory of its own; set "
+                    "run.dir, or checkpoint.dir, to a directory that all machines share"
                 )
 
-        on_main(create, self.group)
-        on_all(look, self.group)
+        try:
+            on_all(look, self.group)
+        finally:
+            if self.topology.is_main:
+                self._storage.forget(probe)
 
     def own(self) -> None:
         """Take ownership of the directory, until :meth:`opened` ends; does nothing if already owned.
@@ -181,9 +195,12 @@ class CheckpointStore:
             CheckpointError: checkpoints exist, but all are damaged.
         """
         strays: list[str] = on_main(lambda: strays_in(self._storage), self.group)
+        unfinished: list[str] = on_main(self._storage.unfinished, self.group)
         problems = []
         found = None
         for step in self.steps():
+            if folder(step) in unfinished:
+                continue
             try:
                 found = self.open(folder(step))
             except CheckpointError as error:
@@ -201,6 +218,13 @@ class CheckpointStore:
                 f"{self.directory}: ignored {', '.join(strays[:_SHOWN])}"
                 + (f" and {len(strays) - _SHOWN} more" if len(strays) > _SHOWN else "")
                 + f": checkpoints are called {folder(7)} after their own step; rename or remove these"
+            )
+        if unfinished and self.topology.is_main:
+            warn(
+                f"{self.directory}: {', '.join(unfinished[:_SHOWN])}"
+                + (f" and {len(unfinished) - _SHOWN} more" if len(unfinished) > _SHOWN else "")
+                + f" {'is' if len(unfinished) == 1 else 'are'} incomplete, because a process was killed during the "
+                f"save, and not used; {f'{found.name} is complete' if found else 'no earlier checkpoint exists'}"
             )
         if problems and found is None:
             raise CheckpointError(

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from d9d_engine.distributed.mesh import describe_rank
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.supervision.failure import FailureReporter
-from d9d_engine.supervision.hang_report import FAILED, Alarm
+from d9d_engine.supervision.hang_report import FAILED, Alarm, claim_failure
 from d9d_engine.supervision.identity import Identity, Store, agree, wait_until
 from d9d_engine.supervision.watchdog import Watchdog
 
@@ -29,6 +29,8 @@ from d9d_engine.supervision.watchdog import Watchdog
 _BACKEND_MARGIN = 60.0
 #: Seconds within which the name of the rendezvous must resolve.
 _NAME_SECONDS = 30.0
+#: Seconds for which a failing rank 0 serves the store; less than its launcher waits.
+_CLAIM_SECONDS = 1.5
 #: Variables with the network interface on which a backend listens.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "127.0.0.1"
@@ -80,8 +82,17 @@ def joined(
         who = f"{describe_rank(sizes, env.rank)} on {env.node}"
         store = _rendezvous_store(env, timeouts["startup"])
 
+        tell = reporter or FailureReporter(who, None)
+
         def claim(name: str) -> str:
-            return store.compare_set(FAILED, "", name).decode()
+            # The process that served the store may have ended since another rank's failure was noticed.
+            if (known := watchdog.first_failure) is not None:
+                first, tell.exit_code = known
+                return first
+            first, tell.exit_code = claim_failure(store, name, tell.exit_code)
+            if env.rank:
+                store.add("claims", 1)
+            return first
 
         watchdog = Watchdog(timeouts, who, changed=lambda: _set_timeouts(watchdog.longest + _BACKEND_MARGIN))
         own = False
@@ -91,7 +102,6 @@ def joined(
             if own:
                 _init(env, device, store, timeouts["startup"])
             if env.world_size > 1:
-                tell = reporter or FailureReporter(who, None)
                 shortest = min(timeouts.values())
                 alarm = Alarm(
                     # A separate connection: the main thread may be waiting for the store.
@@ -105,12 +115,17 @@ def joined(
                 watchdog.start(alarm, pause=min(max(1.0, env.world_size / 1000), shortest / 4))
             yield World(env, store, watchdog)
         except BaseException as error:
-            if reporter is not None and isinstance(error, Exception):
-                # Report before connections close: the other ranks read from the store which rank failed first.
-                reporter.raised(error, claim)
+            # Report before connections close: the other ranks read from the store which rank failed first.
+            if reporter is not None and isinstance(error, Exception) and reporter.raised(error, claim):
+                watchdog.fails_first()
+            elif isinstance(error, KeyboardInterrupt):
+                watchdog.interrupted()
             watchdog.stop()
             if own and dist.is_initialized():
                 _abort()
+            if env.rank == 0 and env.world_size > 1 and not _is_served():
+                # This process serves the store, in which the other ranks look for the cause.
+                _quietly(lambda: wait_until(lambda: store.add("claims", 0) >= env.world_size - 1, _CLAIM_SECONDS, 0.05))
             raise
         watchdog.stop()
         if own:
@@ -137,11 +152,15 @@ def _rendezvous_store(env: ProcessEnv, timeout: float) -> Store:
     return _prefixed("d9d", dist.HashStore())  # type: ignore[attr-defined]
 
 
+def _is_served() -> bool:
+    """Whether torchrun's agent or d9d's launcher serves the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
-    # torchrun's agent or d9d's launcher may already serve a store, and sets a variable then.
     # torch.distributed.rendezvous cannot be used: it waits until all ranks have come, and does not tell which ones are
     # missing.
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    served = _is_served()
     host, port = master
     if not served and env.local_world_size == env.world_size:
         host = _LOOPBACK

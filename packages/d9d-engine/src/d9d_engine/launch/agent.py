@@ -24,9 +24,10 @@ from d9d_core.untrusted import visible
 
 from d9d_engine.launch.ranks import Ended, Rank, Ranks
 from d9d_engine.run.interrupt import STOPPED, Interrupts, stop_signals
-from d9d_engine.supervision.failure import Failure
+from d9d_engine.supervision.failure import Failure, what_happened
 
 _LOOPBACK = "127.0.0.1"
+_TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
 #: Port of the rendezvous of several machines, as in torch's examples.
 PORT = 29_500
 
@@ -170,7 +171,7 @@ def rank_environments(
     """
     given = dict(os.environ if environ is None else environ)
     if machines is not None:
-        own = {"OMP_NUM_THREADS": _environment(processes)["OMP_NUM_THREADS"]} | given
+        own = {name: _environment(processes)[name] for name in ("OMP_NUM_THREADS", _TORCH_LOG)} | given
         own.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         yield [{**own, **machines.environment(processes, rank)} for rank in range(processes)]
         return
@@ -261,7 +262,8 @@ def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
         hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
         return Failure(f"{who} was killed by {name}{hint}")
     if rank.echoes:  # the other rank is on another machine, whose launcher prints its failure
-        return Failure(f"{who} ended with exit status {code}, because {rank.echoes} failed; its machine says why", code)
+        why = what_happened(rank.echoes)
+        return Failure(f"{who} ended with exit status {code}, because {why}; its machine says why", code)
     return Failure(f"{who} ended with exit status {code}, without an error of its own", code)
 
 
@@ -295,7 +297,8 @@ def _loopback_store() -> Any:
 def _environment(processes: int) -> dict[str, str]:
     """Environment variables for the started processes; variables that the user sets take precedence."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    values = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+    # Otherwise torch prints a stack of its own when the process that serves the store has ended.
+    values = {"OMP_NUM_THREADS": str(max(1, cores // processes)), _TORCH_LOG: "ERROR"}
     if platform.system() == "Linux":
         # All processes are on this machine, whose own host name may not resolve.
         values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,12 +43,18 @@ class Process:
         listener: receives the failure of this process; ``None`` without a launcher that reads it.
         repeats: whether messages about the job file are omitted, because the launcher or rank 0 prints them already.
         stop_status: exit status after a stop request.
+
+    Attributes:
+        failed_elsewhere: whether another rank has failed, as far as this process can know.
+        interrupted: called when this process ends by a second Ctrl-C.
     """
 
     def __init__(self, env: ProcessEnv, listener: Listener | None, repeats: bool, stop_status: int = STOPPED) -> None:
         self.env = env
         self.repeats = repeats
         self.stop_status = stop_status
+        self.failed_elsewhere: Callable[[], bool] = lambda: False
+        self.interrupted: Callable[[], None] = lambda: None
         self._listener = listener
         self._reporter: FailureReporter | None = None
         self._name = f"rank {env.rank}"
@@ -70,7 +76,8 @@ class Process:
             # The ranks have not joined, so each one reports its own failure.
             reporter = self._reporter or FailureReporter(failure.text, self._listener)
             reporter.tell(failure, claim=lambda name: name)
-        sys.exit(failure.exit_code)
+        # A consequence of another rank's failure has the exit status of that failure: one cause is one decision.
+        sys.exit(failure.exit_code if self._reporter is None else self._reporter.exit_code)
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         """Print a warning with the rank; replaces ``warnings.showwarning``."""
@@ -100,7 +107,7 @@ def running(env: ProcessEnv, environ: Mapping[str, str], interrupts: Interrupts)
         yield process
         return
     if link is not None:
-        _follow(link, interrupts)
+        _follow(link, interrupts, process)
     early_stops = _early_stops(process, interrupts) if link is None else contextlib.nullcontext()
     with warnings.catch_warnings(), early_stops:
         if env.rank != 0:
@@ -131,6 +138,8 @@ def _early_stops(process: Process, interrupts: Interrupts) -> Iterator[None]:
         asked = interrupts.requested  # before this function was called
         while not trains.is_set():
             if asked is not None:
+                if process.failed_elsewhere():  # srun then signals the others, whose status must not hide the failure
+                    os._exit(1)
                 if process.env.rank == 0:
                     os.write(2, f"{asked}: stopped during start-up; nothing was trained\n".encode())
                 os._exit(process.stop_status)
@@ -154,25 +163,30 @@ def _signals_as_bytes() -> int:
     return reading
 
 
-def _follow(link: Link, interrupts: Interrupts) -> None:
+def _follow(link: Link, interrupts: Interrupts, process: Process | None = None) -> None:
     """Watch, in a thread, for stop requests of the launcher and for signals; exit if the launcher dies.
 
     A stop request from the launcher is passed to ``interrupts``. A SIGINT or SIGTERM sent to this process is forwarded
-    to the launcher, which asks all processes.
+    to the launcher, which asks all processes; a second Ctrl-C also goes to the ranks of other machines.
     """
     reading = _signals_as_bytes()
     interrupts.entered = lambda: link.send(training=True)
     asking = (signal.SIGINT, *stop_signals())
 
     def watch() -> None:
+        stopping = False
         try:
             while True:
                 ready, _, _ = select.select([reading, link.connection.fileno()], [], [])
+                # Messages first: the launcher sends its request before it passes on a second Ctrl-C as a signal.
+                for message in link.receive() if link.connection.fileno() in ready else ():
+                    interrupts.request(message["stop"])
+                    stopping = True
                 for number in os.read(reading, 64) if reading in ready else b"":
                     if number in asking:
                         link.send(asked=signal.Signals(number).name)
-                for message in link.receive() if link.connection.fileno() in ready else ():
-                    interrupts.request(message["stop"])
+                    if number == signal.SIGINT and stopping and process is not None:
+                        process.interrupted()
         except EOFError:
             os._exit(ENDED)
 

@@ -18,6 +18,7 @@ from d9d_engine.joining import JoinsProcesses, print_note
 from d9d_engine.launch.command import VARIABLE, typed_command
 from d9d_engine.launch.process import Process
 from d9d_engine.launch.startup import StartUp
+from d9d_engine.machines import require_whole_groups, sizes_named
 from d9d_engine.process_env import ProcessEnv, forget_launchers, refuse_one_of_several_machines
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
@@ -135,6 +136,8 @@ def joined_process(
             start.ends("modules", following="plan" if alone else "processes")
             reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
         with loaded.joined(env, reporter) as topology:
+            process.failed_elsewhere = topology.watchdog.failed_elsewhere
+            process.interrupted = topology.watchdog.interrupted
             if not alone:
                 start.ends("processes", following="plan")
             yield Joined(loaded, topology, start, alone)
@@ -164,7 +167,9 @@ def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None, n
         if not nproc.isdecimal() or int(nproc) < 1:
             raise JobError(f"--nproc: '{nproc}' is not a number of processes; give 1 or more, or auto")
         job = load(int(nproc) * nodes, False)
-        job.check(int(nproc) * nodes)
+        with sizes_named(job.mesh.world_size, nodes, int(nproc), "--nproc"):
+            job.check(int(nproc) * nodes)
+        require_whole_groups(job.mesh.tp, nodes, int(nproc))
         return job
     if nodes > 1:
         raise JobError("--nodes: the number of processes on each machine is open; give it as --nproc N")

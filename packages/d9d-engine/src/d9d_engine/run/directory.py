@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d9d_core.errors import D9dError
 from d9d_core.job_file.job import JobConfig
 from d9d_core.job_file.reading import write_yaml
+from d9d_core.launcher import EXIT_FAILED
 from d9d_core.program.text import format_programs
 from d9d_core.registry.manifest import Manifest
 from d9d_core.schedule import Program
 from d9d_core.untrusted import parse_json, read_regular
 from d9d_weights.files.atomic import clear, replace, sync_tree, write_json, write_text
+
+from d9d_engine.supervision.failure import Failure, headline
 
 JOB, PLUGINS = "job.yaml", "plugins.json"
 #: Folder with the tokenizer of the run's data, so that checkpoints can be used without the data.
@@ -33,6 +36,19 @@ FAILURE = "failed.json"
 STOP = "stopped.json"
 
 
+@dataclass(frozen=True, slots=True)
+class RunFailure:
+    """Error that ended a run.
+
+    Attributes:
+        error: error in one line.
+        status: exit status of the rank that failed: 2 for an error that a restart would repeat; ``None`` if unknown.
+    """
+
+    error: str
+    status: int | None
+
+
 def write_start(
     job: JobConfig,
     manifest: Manifest,
@@ -45,7 +61,7 @@ def write_start(
     """Write a run's directory at its start: the job with all defaults, plugins, facts, tokenizer, pipeline programs.
 
     Removes the files by which an earlier start marked the run as finished, stopped or failed. A start that trains no
-    step writes nothing, because the existing files say how the weights were trained.
+    step only forgets an earlier failure, because the other files say how the weights were trained.
 
     Args:
         job: job of the run.
@@ -58,6 +74,7 @@ def write_start(
     """
     directory = job.run.directory
     if not trains and (directory / JOB).exists():
+        (directory / FAILURE).unlink(missing_ok=True)
         return
     directory.mkdir(parents=True, exist_ok=True)
     clear_ending(directory)
@@ -110,18 +127,24 @@ def clear_ending(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def write_failure(directory: Path, step: int, error: BaseException) -> None:
-    """Write the error that ended a run, in one line, if the disk takes data.
+def write_failure(directory: Path, step: int, error: BaseException, who: str = "") -> None:
+    """Write the error that ended a run, in one line, if the disk takes data. Any rank may call this.
+
+    The first failure of a start is kept, because later ones may be its consequences; only an error of the job, which a
+    restart would repeat, replaces another failure.
 
     Args:
         directory: directory of the run.
         step: number of optimizer steps done.
         error: exception that ended the run.
+        who: rank and machine that failed; empty for the only process, or if the error names it.
     """
-    lines = str(error).strip().splitlines() or [""]
-    text = lines[0] if isinstance(error, D9dError) else f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+    status, earlier = Failure.of(error).exit_code, read_failure(directory)
+    if earlier is not None and (status != EXIT_FAILED or earlier.status == EXIT_FAILED):
+        return
+    text = f"{who}: {headline(error)}" if who else headline(error)
     with suppress(OSError):
-        write_json(directory / FAILURE, {"step": step, "error": text})
+        write_json(directory / FAILURE, {"step": step, "error": text, "status": status})
 
 
 def write_stop(directory: Path, step: int, total: int, request: str | None) -> None:
@@ -137,14 +160,14 @@ def write_stop(directory: Path, step: int, total: int, request: str | None) -> N
         write_json(directory / STOP, {"step": step, "steps": total, "request": request})
 
 
-def read_failure(directory: Path) -> str | None:
+def read_failure(directory: Path) -> RunFailure | None:
     """Read the error that ended a run; ``None`` if the file is missing or damaged."""
     try:
         values = parse_json(read_regular(directory / FAILURE, links="near"))
     except (OSError, ValueError):
         return None
-    error = values.get("error") if isinstance(values, dict) else None
-    return error if isinstance(error, str) else None
+    error, status = (values.get("error"), values.get("status")) if isinstance(values, dict) else (None, None)
+    return RunFailure(error, status if type(status) is int else None) if isinstance(error, str) else None
 
 
 def read_stop(directory: Path) -> Mapping[str, Any] | None:

@@ -17,6 +17,7 @@ from d9d_engine.run.directory import write_failure, write_stop
 from d9d_engine.run.gc import built_objects_spared
 from d9d_engine.run.open_run import Collaborators, OpenRun
 from d9d_engine.step.randomness import generators_kept
+from d9d_engine.supervision.failure import Failure, OtherRankError
 
 __all__ = ["Outcome"]
 
@@ -142,11 +143,8 @@ class LifeCycle:
         parts = self._parts
         with self.guarded(run):
             status, request = run.settle(), parts.interrupts.requested
-            run.deferred.close()
-            parts.log.drain()
-            parts.trackers.close(status)
-            done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
-            parts.events.emit(done(self.progress.step))
+            # Before the outcome is written: it must not hide that the run has failed on another rank.
+            run.fail_together(lambda: self._close(run, status))
             if status == "finished":
                 parts.checkpointer.record_end(self.progress.step, parts.total_steps, parts.reason_to_end)
             elif parts.topology.is_main and self.progress.step:
@@ -155,6 +153,14 @@ class LifeCycle:
         run.owned.close()
         return Outcome(status, self.progress.step)
 
+    def _close(self, run: OpenRun, status: Literal["finished", "stopped"]) -> None:
+        parts = self._parts
+        run.deferred.close()
+        parts.log.drain()
+        parts.trackers.close(status)
+        done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
+        parts.events.emit(done(self.progress.step))
+
     def abort(self, run: OpenRun, error: BaseException) -> None:
         """Close the run with the status ``failed``."""
         self._closed()
@@ -162,13 +168,23 @@ class LifeCycle:
         with suppress(Exception):  # the device may have failed
             self._parts.log.drain()
         self._parts.trackers.close("failed")
-        if self._parts.topology.is_main and isinstance(error, Exception):
-            write_failure(self._parts.job.run.directory, self.progress.step, error)
+        if isinstance(error, Exception):
+            self._record_failure(error)
         try:
             self._parts.events.emit(ev.TrainingFailed(self.progress.step, error))
         except Exception as second:
             error.add_note(f"besides, a subscriber to TrainingFailed raised {second!r}")
         run.owned.__exit__(type(error), error, error.__traceback__)
+
+    def _record_failure(self, error: Exception) -> None:
+        topology, directory, step = self._parts.topology, self._parts.job.run.directory, self.progress.step
+        if topology.is_main:
+            # After a lost connection, the rank that failed writes its own error.
+            agreed = isinstance(error, OtherRankError) or not Failure.of(error).second_hand
+            if agreed or not topology.watchdog.failed_elsewhere():
+                write_failure(directory, step, error)
+        else:  # the first rank may be killed before it learns of this failure
+            topology.watchdog.fails_first = lambda: write_failure(directory, step, error, topology.watchdog.who)
 
     def _closed(self) -> None:
         self.run = None

@@ -17,7 +17,7 @@ from d9d_core.subscriber import EndsTraining
 from d9d_core.tracker import storable
 from torch import nn
 
-from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.mesh import Topology, describe_rank
 from d9d_engine.profiling.profiler import StepProfiler
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.clock import Clock
@@ -31,6 +31,7 @@ from d9d_engine.sleep.sleeper import Sleeper
 from d9d_engine.step.step import TrainStep
 from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.supervision.compilation import CompilationLog
+from d9d_engine.supervision.together import fail_together
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.run_log import HubLog
 
@@ -223,14 +224,23 @@ class OpenRun:
         """Export the model with its evaluation weights; see :class:`d9d_engine.compose.export.Exporter`."""
         return self._export(self.progress, kind, directory, False)
 
+    def fail_together(self, action: Callable[[], object]) -> None:
+        """Run a function on every rank; a failure on one rank fails the run on all. Collective over all ranks."""
+        topology = self.parts.topology
+        who = topology.watchdog.who or describe_rank(topology.sizes, topology.rank)
+        fail_together(action, who, self.parts.checkpointer.store.group)
+
+    def _raise_deferred(self) -> None:
+        if self.parts.events.failure is not None:
+            raise self.parts.events.failure
+
     def settle(self) -> Literal["finished", "stopped"]:
         """Save the last step, and export the model if all steps are done."""
         step, total, reason = self.progress.step, self.parts.total_steps, self.parts.reason_to_end
         self._logbook.drain()
         if step or reason is not None:  # otherwise there is nothing to save
             self.save()
-        if self.parts.events.failure is not None:
-            raise self.parts.events.failure
+        self.fail_together(self._raise_deferred)
         if step < total and not self._logbook.stop and reason is not None:
             self.parts.note(f"ended after step {step} of {total} and saved: {reason}")
         elif step < total:

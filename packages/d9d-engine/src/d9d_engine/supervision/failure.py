@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from d9d_core.errors import D9dError
+from d9d_core.errors import D9dError, TrainingError
 from d9d_core.failures import describe
 from d9d_core.untrusted import visible
 from d9d_weights.files.atomic import write_text
@@ -30,6 +30,36 @@ _LOST = (
     "lost its connection to another rank, which may have been killed without a message of its own; the launcher's "
     "lines or the system's log may say why"
 )
+
+
+class OtherRankError(TrainingError):
+    """The run failed on another rank, which reports the cause; this rank ends with the exit status of that failure.
+
+    Args:
+        who: rank and machine that failed.
+        text: its error, in one line.
+        exit_code: its exit status.
+    """
+
+    def __init__(self, who: str, text: str, exit_code: int) -> None:
+        super().__init__(f"{who}: {text}")
+        self.who = who
+        self.exit_code = exit_code
+
+
+def headline(error: BaseException) -> str:
+    """Text of an exception in one line: the first line of its message, with its type unless d9d raised it."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return first if isinstance(error, D9dError) else f"{type(error).__name__}: {first}".rstrip(": ")
+
+
+#: End of the name of a first rank that has not failed, but ended by Ctrl-C.
+INTERRUPTED = "was interrupted"
+
+
+def what_happened(first: str) -> str:
+    """Clause about the rank because of which others end: it failed, or was interrupted."""
+    return first if first.endswith(INTERRUPTED) else f"{first} failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +86,7 @@ class Failure:
             hide: source files whose frames are left out at the begin of a traceback.
         """
         if isinstance(error, D9dError):
-            return cls(describe(error), error.exit_code)
+            return cls(describe(error), error.exit_code, isinstance(error, OtherRankError))
         frames = error.__traceback__
         while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in hide:
             frames = frames.tb_next
@@ -94,7 +124,7 @@ class ErrorFile:
 
     def echoes(self, first: str) -> None:
         """Write a failure with a late time, so that the agent reports the rank that failed first."""
-        self._replace(f"stopped because {first} failed", time.time() + 1)
+        self._replace(f"stopped because {what_happened(first)}", time.time() + 1)
 
     def _replace(self, text: str, when: float) -> None:
         headline = text.strip().rpartition("\n")[2]
@@ -110,18 +140,24 @@ class FailureReporter:
         who: rank and machine.
         listener: launcher that waits for the process; ``None`` to print on standard error.
         hide: source files whose frames are left out at the begin of tracebacks.
+
+    Attributes:
+        exit_code: exit status of the failure; of the first rank's failure, if ``claim`` of :meth:`tell` sets it so.
     """
 
     def __init__(self, who: str, listener: Listener | None, hide: Collection[str] = ()) -> None:
         self.who = who
         self.told = False
+        self.exit_code = 1
         self._listener = listener
         self._hide = hide
         self._lock = threading.Lock()
 
-    def raised(self, error: BaseException, claim: Callable[[str], str]) -> None:
-        """Report an exception that ends this rank, unless another rank failed first."""
-        self.tell(Failure.of(error, self.who, self._hide), claim)
+    def raised(self, error: BaseException, claim: Callable[[str], str]) -> bool:
+        """Report the exception that ends this rank unless another rank failed first; return whether it was reported."""
+        # The rank that failed may be later than this one, so this one must not claim to be the first.
+        first = error.who if isinstance(error, OtherRankError) else None
+        return self.tell(Failure.of(error, self.who, self._hide), claim if first is None else lambda _who: first)
 
     def tell(self, failure: Failure, claim: Callable[[str], str]) -> bool:
         """Report a failure, if this rank is the first to fail and this is its first failure.
@@ -138,6 +174,7 @@ class FailureReporter:
             if self.told:
                 return False
             self.told = True
+        self.exit_code = failure.exit_code
         # Report before the claim: a rank that was not the first may end at once, which ends all processes.
         if self._listener is not None:
             self._listener.failed(failure)

@@ -11,11 +11,29 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from d9d_engine.supervision.failure import Failure
+from d9d_engine.supervision.failure import INTERRUPTED, Failure
 from d9d_engine.supervision.identity import Store, spell_ranks, wait_until
 
+#: Exit status after Ctrl-C.
+_BY_CTRL_C = 130
 #: Store key with the name of the rank that failed first.
 FAILED = "failed"
+
+
+def claim_failure(store: Store, name: str, status: int) -> tuple[str, int]:
+    """Name of the rank that failed first, and its exit status; this rank's, if no other has failed.
+
+    Args:
+        store: store shared by all ranks.
+        name: name of this rank.
+        status: exit status of this rank.
+
+    Raises:
+        RuntimeError: the process that served the store has ended.
+    """
+    store.set(f"status/{name}", str(status))  # before the claim, after which other ranks read it
+    first = store.compare_set(FAILED, "", name).decode()
+    return first, int(store.get(f"status/{first}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +69,9 @@ class Alarm:
         world_size: number of processes.
         tell: reports a failure to the user; see ``failure.FailureReporter.tell``.
         grace: seconds within which ranks must answer, or end after another rank's failure.
+
+    Attributes:
+        first: name of the rank that failed first and its exit status, once :meth:`any_failed` has found them.
     """
 
     def __init__(
@@ -62,6 +83,7 @@ class Alarm:
         self._tell = tell
         self.grace = grace
         self._number = 0
+        self.first: tuple[str, int] | None = None
 
     def look(self, late: bool, status: Callable[[], Status], moved: Callable[[], bool]) -> float | None:
         """Answer a pending alarm, or raise one if this rank is late. Does not return if the run is stuck.
@@ -76,15 +98,37 @@ class Alarm:
             if a rank has failed or the store is gone.
         """
         try:
-            return None if self._store.check([FAILED]) else self._look(late, status, moved)
+            return None if self.any_failed() else self._look(late, status, moved)
         except RuntimeError:
             return None  # the process that served the store has ended
 
-    def leave(self) -> NoReturn:
+    def any_failed(self) -> bool:
+        """Whether a rank has failed.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        if self.first is None and self._store.check([FAILED]):
+            name = self._store.get(FAILED).decode()
+            key = f"status/{name}"
+            self.first = name, int(self._store.get(key)) if self._store.check([key]) else 1
+        return self.first is not None
+
+    def interrupt(self, who: str) -> None:
+        """Tell the other ranks that this one ends by Ctrl-C, unless a rank has failed before."""
+        with suppress(RuntimeError):
+            claim_failure(self._store, f"{who} {INTERRUPTED}", _BY_CTRL_C)
+
+    def follow(self) -> NoReturn:
+        """End this process because of another rank's failure, with the exit status of that failure."""
+        self._tell(Failure("error: another rank failed", second_hand=True))
+        self.leave(1 if self.first is None else self.first[1])
+
+    def leave(self, status: int = 1) -> NoReturn:
         """End this process at once: an exception would not reach a main thread that waits in C++."""
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(status)
 
     def _look(self, late: bool, status: Callable[[], Status], moved: Callable[[], bool]) -> float:
         key = f"alarm/{self._number}"

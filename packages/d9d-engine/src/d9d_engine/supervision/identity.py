@@ -10,6 +10,7 @@ import hashlib
 import json
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,6 +21,10 @@ from d9d_core.registry.manifest import Manifest
 
 from d9d_engine.process_env import ProcessEnv
 
+#: Distributions whose versions must be equal on all ranks, and that the manifest of plugins does not have.
+_SOFTWARE = ("torch", "d9d-core", "d9d-weights")
+#: Seconds by which the clocks of two machines may differ without a warning.
+_CLOCKS = 60.0
 _ERRORS: Mapping[str, type[D9dError]] = {kind.__name__: kind for kind in (JobError, PluginError)}
 
 
@@ -56,7 +61,7 @@ class Identity:
     """Identity of a rank's process: data that must be equal on all ranks.
 
     Attributes:
-        software: versions of Python and torch.
+        software: versions of Python, torch, and packages of d9d that are no plugins.
         plugins: loaded plugins.
         job: field -> value as JSON, from the full resolved job.
     """
@@ -74,7 +79,7 @@ class Identity:
             resolved: all values of the job. Its ``plugins`` section is left out: it has paths, which may differ between
                 machines, while the manifest has the loaded plugins.
         """
-        software = {"python": platform.python_version(), "torch": version("torch")}
+        software = {"python": platform.python_version(), **{name: version(name) for name in _SOFTWARE}}
         values = {key: value for key, value in resolved.items() if key != "plugins"}
         return cls(software, manifest.to_json(), dict(_flatten(values)))
 
@@ -88,11 +93,21 @@ class Identity:
         return cls(*json.loads(data))
 
     def differences(self, other: Identity, mine: str, theirs: str) -> Iterator[tuple[type[D9dError], str]]:
-        """Yield the differences of two identities: type of the error and one message each."""
-        for name, here, there in _changes(self.software, other.software):
-            yield JobError, f"software differs across ranks: {name}: {mine} {here}, {theirs} {there}"
-        for line in Manifest(self.plugins).differences(Manifest(other.plugins), mine, theirs):
-            yield PluginError, f"plugin sets differ across ranks: {line}"
+        """Yield the differences of two identities: type of the error and one message each.
+
+        Differences of the jobs are left out if versions differ, because other versions may have other defaults.
+        """
+        versions: list[tuple[type[D9dError], str]] = [
+            (JobError, f"software differs across ranks: {name}: {mine} {here}, {theirs} {there}")
+            for name, here, there in _changes(self.software, other.software)
+        ]
+        versions += [
+            (PluginError, f"plugin sets differ across ranks: {line}")
+            for line in Manifest(self.plugins).differences(Manifest(other.plugins), mine, theirs)
+        ]
+        yield from versions
+        if versions:
+            return
         for name, here, there in _changes(self.job, other.job):
             yield JobError, f"the job differs across ranks: {name}: {mine} {here}, {theirs} {there}"
 
@@ -120,11 +135,16 @@ def agree(store: Store, env: ProcessEnv, identity: Identity, timeout: float) -> 
     pause = max(0.02, env.world_size / 20_000)  # seconds between requests: one store serves all ranks
     if env.rank == 0:
         arrived = wait_until(lambda: store.add("arrived", 0) >= env.world_size, timeout, pause)
-        store.set("verdict", json.dumps(_judge(store, env) if arrived else _missing(store, env, timeout)))
+        verdict = json.dumps(_judge(store, env) if arrived else _missing(store, env, timeout))
+        store.set("clock", json.dumps([time.time(), env.node]))
+        store.set("verdict", verdict)
     elif not wait_until(lambda: store.check(["verdict"]), timeout + min(30, timeout), pause):
         raise TrainingError(f"rank 0 did not arrive within {timeout:g} s (timeouts.startup); check that it was started")
+    now = time.time()
     kind, text = json.loads(store.get("verdict"))
     if not kind:
+        if env.local_rank == 0 and env.rank != 0:
+            _compare_clocks(now, env.node, *json.loads(store.get("clock")))
         return
     store.add("read", 1)
     if env.rank == 0:  # rank 0 may serve the store
@@ -164,18 +184,33 @@ def _judge(store: Store, env: ProcessEnv) -> tuple[str, str]:
         by_digest.setdefault(digest, []).append((rank, node))
     (own, _), *others = by_digest.items()
     reference = Identity.loads(store.get(f"identity/{own}"))
-    found: dict[type[D9dError], list[str]] = {}
+    found: list[tuple[type[D9dError], str]] = []
     for digest, members in others:
         nodes = ", ".join(dict.fromkeys(node for _, node in members))
         label = f"{spell_ranks(rank for rank, _ in members)} ({nodes})"
         other = Identity.loads(store.get(f"identity/{digest}"))
-        for kind, text in reference.differences(other, f"rank 0 ({env.node})", label):
-            found.setdefault(kind, []).append(text)
+        found += reference.differences(other, f"rank 0 ({env.node})", label)
     if not found:
         return "", ""
-    # Different plugins may give the job different defaults, so they are the cause.
-    kind = PluginError if PluginError in found else JobError
-    return kind.__name__, "\n".join(found[kind])
+    kind = PluginError if any(one is PluginError for one, _ in found) else JobError
+    return kind.__name__, "\n".join(text for _, text in found) + _advice(found)
+
+
+def _advice(found: list[tuple[type[D9dError], str]]) -> str:
+    if all(text.startswith("the job") for _, text in found):
+        return "; start all machines with the same job file and options"
+    return "; install the same versions on all machines"
+
+
+def _compare_clocks(now: float, node: str, first: float, first_node: str) -> None:
+    """Warn if the clocks of two machines differ; ``first`` is at most a polling pause older than ``now``."""
+    if abs(now - first) > _CLOCKS:
+        warnings.warn(
+            f"the clock of {node} is {abs(now - first):,.0f} s {'ahead of' if now > first else 'behind'} the clock of "
+            f"{first_node}; training does not depend on it, but the times in logs and trackers differ: synchronise the "
+            "clocks, for example by NTP",
+            stacklevel=2,
+        )
 
 
 def _missing(store: Store, env: ProcessEnv, timeout: float) -> tuple[str, str]:

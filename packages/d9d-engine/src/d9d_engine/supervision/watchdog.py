@@ -51,18 +51,23 @@ class Watchdog:
         limits: phase -> seconds.
         who: rank, coordinates and machine of this process.
         changed: called in the main thread when a phase with another name begins, or a limit changes.
+
+    Attributes:
+        fails_first: called when this process ends with an exception, if no rank failed before.
     """
 
     def __init__(
         self, limits: Mapping[str, float] | None = None, who: str = "", changed: Callable[[], None] = lambda: None
     ) -> None:
         self._limits = dict(limits or {})
-        self._who = who
+        self.who = who
+        self.fails_first: Callable[[], object] = lambda: None
         self._changed = changed
         self._phase: Phase | None = None
         self._waited_for: threading.Thread | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._alarm: Alarm | None = None
 
     def phase(self, name: str, step: int | None = None) -> None:
         """Begin a phase, replacing the previous one. Costs no communication.
@@ -136,8 +141,26 @@ class Watchdog:
             alarm: alarm shared with the other ranks.
             pause: seconds between checks.
         """
+        self._alarm = alarm
         self._thread = threading.Thread(target=self._watch, args=(alarm, pause), name="d9d-watchdog", daemon=True)
         self._thread.start()
+
+    def failed_elsewhere(self) -> bool:
+        """Whether another rank has failed; false before :meth:`start`. May be called in any thread."""
+        try:
+            return self._alarm is not None and self._alarm.any_failed()
+        except RuntimeError:  # the process that served the store has ended
+            return True
+
+    @property
+    def first_failure(self) -> tuple[str, int] | None:
+        """Name and exit status of the rank that failed first; ``None`` if none has failed, as far as is known."""
+        return None if self._alarm is None else self._alarm.first
+
+    def interrupted(self) -> None:
+        """Tell the other ranks that this process ends by Ctrl-C. May be called in any thread."""
+        if self._alarm is not None:
+            self._alarm.interrupt(self.who)
 
     def stop(self) -> None:
         """End the thread."""
@@ -154,7 +177,7 @@ class Watchdog:
             if left is None:
                 # Most collectives raise after a rank's failure, and this rank then ends with the exception.
                 if not self._stopped.wait(alarm.grace):
-                    alarm.leave()
+                    alarm.follow()
                 return
             patience = time.monotonic() + left if left else patience
 
@@ -165,7 +188,7 @@ class Watchdog:
         phase, now = self._phase, time.monotonic()
         found = doing(Path(torch.__file__).parent, self._waited_for)
         return Status(
-            who=self._who,
+            who=self.who,
             phase=phase.name if phase else "none",
             step=phase.step if phase else None,
             where=found.where,

@@ -50,6 +50,7 @@ def submit(
     from d9d_core.cli.check import check_job
     from d9d_engine.job import Job
     from d9d_engine.launch.start import option_words
+    from d9d_engine.machines import require_whole_groups, sizes_named
 
     from d9d_launch.engine import build_launcher, engine_config, read_options
     from d9d_launch.submit import Engine, refuse_second, request_for
@@ -64,14 +65,17 @@ def submit(
     loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size)
     if not dry_run:
         launcher.require()
-    check_job(loaded, world_size, size)
+    with sizes_named(loaded.mesh.world_size, nodes, processes, "--processes"):
+        if loaded.mesh.world_size == world_size:
+            require_whole_groups(loaded.mesh.tp, nodes, processes)
+        check_job(loaded, world_size, size)
     words = option_words([], [file.absolute() for file in plugin], no_plugins, strict_plugins)
-    request = request_for(loaded, nodes, processes, words)
+    request = request_for(loaded, job, nodes, processes, words)
     submission = launcher.prepare(request)
     if dry_run:
         echo(shown(request, submission))
         return
     refuse_second(launcher, engine, request.folder)
     target = Engine(engine, config.model_dump(mode="json", exclude={"name"}), launcher)
-    identifier = submit_request(target, request, submission, job)
+    identifier = submit_request(target, request, submission)
     echo(f"submitted to {engine} as {identifier}; to follow it: d9d launch status {loaded.run.directory}")

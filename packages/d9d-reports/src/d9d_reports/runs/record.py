@@ -51,7 +51,8 @@ class RunRecord:
         with suppress(JobError):
             job = Document.read(directory / JOB, "near").values
         lines, saved = list(read_lines(directory / "metrics.jsonl")), _saved(_checkpoints(directory, job))
-        error = read_failure(directory) or read_failures(directory.parent).get(directory.name)
+        failure = read_failure(directory)
+        error = failure.error if failure else read_failures(directory.parent).get(directory.name)
         return cls(directory, job, lines, saved, error, read_ending(directory))
 
     @property

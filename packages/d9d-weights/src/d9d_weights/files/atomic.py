@@ -147,5 +147,5 @@ def remove_leftovers(directory: Path) -> None:
         if not target.exists():
             _rename(old, target)
     for path in directory.glob(".*.tmp"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir() or path.name.startswith(".probe-"):
+            clear(path)

@@ -82,15 +82,23 @@ class Draft(Protocol):
 class DirectoryStore(Protocol):
     """Store of named directories, each complete or absent."""
 
-    def prepare(self) -> None:
-        """Create the store and check that it can be written. Called by one rank.
+    def prepare(self) -> str:
+        """Create the store, and write an empty file with a random name, which shows that the store can be written.
+
+        Called by one rank. Each other rank looks for the file, so that a directory of its own is noticed.
+
+        Returns:
+            Name of the file, for :meth:`is_visible` and :meth:`forget`.
 
         Raises:
             OSError: the store cannot be written.
         """
 
-    def is_visible(self) -> bool:
-        """Whether this rank sees the store, for example on a shared file system."""
+    def is_visible(self, probe: str) -> bool:
+        """Whether this rank sees the file that :meth:`prepare` wrote on another rank."""
+
+    def forget(self, probe: str) -> None:
+        """Remove the file that :meth:`prepare` wrote. Called by one rank; never raises."""
 
     def owned(self) -> AbstractContextManager[None]:
         """Own the store inside the ``with`` block, and clean up after a killed process. Called by one rank.
@@ -98,6 +106,9 @@ class DirectoryStore(Protocol):
         Raises:
             CheckpointError: another process owns the store.
         """
+
+    def unfinished(self) -> list[str]:
+        """Sorted names of absent directories whose writer was killed; :meth:`owned` or the next draft removes them."""
 
     def names(self) -> list[str]:
         """Names of the directories in the store, without directories that were set aside."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from d9d_core.errors import CheckpointError
 from d9d_core.untrusted import open_regular, read_regular
 
 from d9d_weights.files.atomic import clear, create, move, remove_leftovers, replace, sync
-from d9d_weights.files.directory import OpenFile
+from d9d_weights.files.directory import MANIFEST, OpenFile
 from d9d_weights.files.failures import unreadable
 from d9d_weights.files.lock import exclusive
 
@@ -138,28 +139,41 @@ class LocalStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._unfinished: list[str] = []
 
     def __str__(self) -> str:
         return str(self.directory)
 
-    def prepare(self) -> None:
-        """Create the store and check that it can be written. Called by one rank."""
+    def prepare(self) -> str:
+        """Create the store, and write an empty file with a random name. Called by one rank."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        probe = self.directory / ".probe.tmp"
-        create(probe, b"")
-        probe.unlink()
+        probe = f".probe-{secrets.token_hex(8)}.tmp"
+        create(self.directory / probe, b"")
+        return probe
 
-    def is_visible(self) -> bool:
-        """Whether this rank sees the store."""
-        return self.directory.is_dir()
+    def is_visible(self, probe: str) -> bool:
+        """Whether this rank sees the file that :meth:`prepare` wrote on another rank."""
+        return (self.directory / probe).is_file()
+
+    def forget(self, probe: str) -> None:
+        """Remove the file that :meth:`prepare` wrote. Called by one rank; never raises."""
+        clear(self.directory / probe)
 
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Own the store inside the ``with`` block, by a lock that ends with the process. Called by one rank."""
         busy = f"{self.directory} is in use by another training run; stop it, or choose another run.name"
         with exclusive(self.directory / ".lock", busy):
+            drafts = [path for path in self.directory.glob(".*.tmp") if path.is_dir()]
+            # A complete directory under a temporary name was being published or removed.
+            names = [path.name[1 : -len(".tmp")] for path in drafts if not (path / MANIFEST).exists()]
             remove_leftovers(self.directory)
+            self._unfinished = sorted(name for name in names if not (self.directory / name).exists())
             yield
+
+    def unfinished(self) -> list[str]:
+        """Sorted names of absent directories whose writer was killed; :meth:`owned` has removed their files."""
+        return self._unfinished
 
     def names(self) -> list[str]:
         """Names of the directories in the store, without directories that were set aside."""

@@ -18,7 +18,7 @@ from d9d_core.errors import CheckpointError
 from d9d_core.untrusted import MAX_JSON_BYTES
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-from d9d_weights.files.directory import OpenFile
+from d9d_weights.files.directory import MANIFEST, OpenFile
 from d9d_weights.files.failures import as_os_error, unreadable, unwritable
 
 _OWNER = "owner.json"
@@ -228,16 +228,30 @@ class RemoteStore:
         """Path of a directory of the store within the fsspec file system."""
         return "/".join((self._root.rstrip("/"), *parts))
 
-    def prepare(self) -> None:
-        """Create the store and check that it can be written. Called by one rank."""
+    def prepare(self) -> str:
+        """Create the store, and write a file with a random name. Called by one rank."""
+        probe = f"probe-{secrets.token_hex(8)}"
         with as_os_error():
             self.files.makedirs(self.path(), exist_ok=True)
-            self.files.pipe_file(self.path("probe"), b"probe")
-            self.files.rm_file(self.path("probe"))
+            self.files.pipe_file(self.path(probe), b"probe")
+        return probe
 
-    def is_visible(self) -> bool:
-        """Whether this rank sees the store. Always true: object stores have no directories."""
-        return True
+    def is_visible(self, probe: str) -> bool:
+        """Whether this rank sees the file that :meth:`prepare` wrote on another rank."""
+        with as_os_error():
+            self.files.invalidate_cache()
+            return bool(self.files.exists(self.path(probe)))
+
+    def forget(self, probe: str) -> None:
+        """Remove the file that :meth:`prepare` wrote. Called by one rank; never raises."""
+        with contextlib.suppress(Exception):
+            self.files.rm_file(self.path(probe))
+
+    def unfinished(self) -> list[str]:
+        """Sorted names of absent directories whose writer was killed: they lack the manifest, the last file."""
+        names = self.names()
+        with as_os_error():
+            return sorted(name for name in names if not self.files.exists(self.path(name, MANIFEST)))
 
     @contextmanager
     def owned(self) -> Iterator[None]:

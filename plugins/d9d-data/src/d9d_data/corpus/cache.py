@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import shutil
-import time
+import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -177,9 +177,15 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
 
 def _sweep(root: Path) -> None:
     """Remove the temporary directories that killed processes left behind."""
-    for path in root.glob("*.tmp-*"):
+    abandoned = list(root.glob("*.tmp-*"))
+    if not abandoned:
+        return
+    # By the clock of the file system: on a shared one, other machines wrote these, and this one's clock may be ahead.
+    with tempfile.NamedTemporaryFile(dir=root, prefix=".clock-") as new:
+        now = os.fstat(new.fileno()).st_mtime
+    for path in abandoned:
         try:
-            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:
+            if now - path.stat().st_mtime > _ABANDONED_AFTER:
                 shutil.rmtree(path, ignore_errors=True)
         except FileNotFoundError:
             continue  # its owner finished just now
