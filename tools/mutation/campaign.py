@@ -32,6 +32,8 @@ from slips import Slip, chosen
 _Task = TypeVar("_Task")
 #: Time limit of a test, as a multiple of its recorded time, and the smallest limit in seconds.
 PATIENCE, LEAST = 5.0, 45.0
+#: Seconds between two writes of the map while it is recorded.
+_BETWEEN_WRITES = 60.0
 
 
 def main() -> None:
@@ -61,11 +63,13 @@ def main() -> None:
 def record_map(options: argparse.Namespace) -> None:
     """Record the test files that the map lacks."""
     known, end = CoverageMap(options.map), _end(options)
+    written = time.monotonic()
 
     def work(sandbox: Sandbox, file: str) -> tuple[str, dict[str, Any]]:
         return file, record(sandbox, file, end - time.monotonic())
 
     def done(found: tuple[str, dict[str, Any]]) -> None:
+        nonlocal written
         file, recorded = found
         tests = recorded["tests"].values()
         bad = [name for name, test in recorded["tests"].items() if not test["passed"]]
@@ -73,6 +77,9 @@ def record_map(options: argparse.Namespace) -> None:
         print(f"{file}: {len(tests)} tests, {seconds:.0f} s, status {recorded['status']}", *bad, flush=True)
         if recorded["status"] is not None:  # else the time was up, and the next call records the file
             known.files[file] = recorded
+        if time.monotonic() - written > _BETWEEN_WRITES:  # a kill loses little
+            known.write()
+            written = time.monotonic()
 
     files = [file for file in test_files() if options.only in file and file not in known.files]
     try:

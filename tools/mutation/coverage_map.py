@@ -82,9 +82,11 @@ class CoverageMap:
             self.files = json.loads(gzip.decompress(path.read_bytes()))
 
     def write(self) -> None:
-        """Write the file."""
+        """Write the file, whole or not at all."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_bytes(gzip.compress(json.dumps(self.files, separators=(",", ":")).encode(), mtime=0))
+        new = self._path.with_name(f"{self._path.name}.new")
+        new.write_bytes(gzip.compress(json.dumps(self.files, separators=(",", ":")).encode(), mtime=0))
+        new.replace(self._path)
 
     def tests_of(self, slip: Slip) -> list[Test]:
         """Tests that run the statement of a slip; for one that runs at import, tests that run any line of its file."""
