@@ -331,7 +331,7 @@ RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE":
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Environment of a launched process, and the launcher's end of its link. No thread follows the launcher."""
     here, there = socket.socketpair()
-    monkeypatch.setattr(process, "_follow", lambda _link, _interrupts: None)
+    monkeypatch.setattr(process, "_follow", lambda _link, _interrupts, _process: None)
     environ = {**RANK_1, VARIABLE: str(there.fileno())}
     made: list[Link] = []
     original = Link.from_environment

@@ -48,12 +48,12 @@ def suits(model: Any, settings: Any, new: int) -> bool:
         settings: its ``GenerationConfig`` for this call.
         new: largest number of new tokens.
     """
+    if model.device.type != "cuda" or new <= 2 * _WARM_UP:
+        return False
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
-        model.device.type == "cuda"
-        and new > 2 * _WARM_UP
-        and hasattr(config, "num_attention_heads")
+        hasattr(config, "num_attention_heads")
         and kinds == {"full_attention"}
         and not any("experts" in name and not name.startswith("_") for name in vars(config))
         and all(getattr(settings, name, None) in plain for name, plain in _OTHERS.items())

@@ -319,7 +319,7 @@ class LanguageModel:
     def _fast_steps(self, settings: Any, new: int) -> AbstractContextManager[None]:
         """Capture a decoding step as a CUDA graph inside the block, if the model, settings and device permit it."""
         inner = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
-        if not suits(inner, settings, new):
+        if self.device.type == "cpu" or not suits(inner, settings, new):
             return nullcontext()
         settings.update(**SETTINGS)
         return replayed_steps(inner)
