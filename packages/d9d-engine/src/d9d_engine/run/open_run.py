@@ -19,6 +19,7 @@ from torch import nn
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.profiler import StepProfiler
+from d9d_engine.run.attempts import Attempts
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.clock import Clock
 from d9d_engine.run.evaluation import Evaluator
@@ -121,17 +122,9 @@ class OpenRun:
         self.compilation = CompilationLog(parts.stage, parts.events.emit, parts.note, progress.step)
         self.busy = False
         self.evaluated: tuple[int, dict[str, float]] | None = None
-        self._logbook = Logbook(
-            self._write,
-            self.bar.update,
-            parts.job.nonfinite,
-            progress.skips,
-            parts.job.max_skipped,
-            progress.tokens,
-            parts.trackers.write_tables,
-            parts.utilisation,
-            parts.job.logging.max_pending,
-        )
+        shared = parts.step.shared
+        self._attempts = None if shared is None else Attempts(shared, self, parts.note)
+        self._logbook = self._opened_logbook()
         self._saved = progress.step or None  # the step of the last save
         self._retry: int | None = None  # step after which a failed save is repeated
         self._between_steps = True
@@ -158,11 +151,10 @@ class OpenRun:
         job, parts, progress = self.parts.job, self.parts, self.progress
         parts.topology.watchdog.phase("step", progress.step)
         parts.profiler.before(progress.step)
-        with parts.profiler.ranges("data wait"):
-            pack = parts.prefetcher.next()
+        make = self._prepared()
         self._between_steps = False
         try:
-            result = parts.step(progress.step, pack)
+            result = make()
         except Exception as error:
             if not isinstance(error, D9dError):  # those name their place
                 error.add_note(f"raised in step {progress.step + 1}")
@@ -185,6 +177,21 @@ class OpenRun:
         self.collection.after_step(progress.step)
         parts.profiler.after(progress.step)
         return result
+
+    def settle_counters(self) -> None:
+        """Read the values of all steps so far, and update the counters."""
+        self._logbook.drain()
+        self.parts.log.drain()
+        self.progress.skips, self.progress.tokens = self._logbook.skips, self._logbook.tokens
+
+    def continue_from(self, progress: Progress) -> None:
+        """Continue after the steps of another replica, whose state this run has taken."""
+        self._logbook.drain()
+        own = self.progress  # the life cycle holds the same object
+        own.step, own.tokens, own.skips, own.logged = progress.step, progress.tokens, progress.skips, progress.logged
+        own.trained_by, self._retry = None, None
+        self._logbook = self._opened_logbook()
+        self.clock.take()
 
     def evaluate(self) -> None:
         """Evaluate the current model and log the values."""
@@ -277,6 +284,30 @@ class OpenRun:
         with self.parts.step.evaluation_weights(), self.bar.doing("exporting"):
             return self.parts.export(progress, kind, directory, keep, partial(self.bar.told, "exporting"))
 
+    def _prepared(self) -> Callable[[], ev.StepResult]:
+        """Function that makes the next step; a pack is taken before, unless elastic replicas may change the step."""
+        if self._attempts is not None:
+            return self._attempts.step
+        with self.parts.profiler.ranges("data wait"):
+            pack = self.parts.prefetcher.next()
+        return partial(self.parts.step, self.progress.step, pack)
+
+    def _opened_logbook(self) -> Logbook:
+        parts, progress, attempts = self.parts, self.progress, self._attempts
+        # The tokens of all replicas are logged; MFU is that of this replica's devices.
+        of_replica = parts.utilisation if attempts is None else lambda rate: parts.utilisation(rate / attempts.replicas)
+        return Logbook(
+            self._write,
+            self.bar.update,
+            parts.job.nonfinite,
+            progress.skips,
+            parts.job.max_skipped,
+            progress.tokens,
+            parts.trackers.write_tables,
+            of_replica,
+            parts.job.logging.max_pending,
+        )
+
     def _record(self, result: ev.StepResult) -> None:
         progress, statistics = self.progress, self.parts.step.statistics
         lr = self.parts.step.optimizer.lr
@@ -294,9 +325,7 @@ class OpenRun:
 
     def _save(self, wait: bool = False) -> bool:
         progress = self.progress
-        self._logbook.drain()  # a checkpoint must not contain a step that may not be finite
-        self.parts.log.drain()
-        progress.skips, progress.tokens = self._logbook.skips, self._logbook.tokens
+        self.settle_counters()  # a checkpoint must not contain a step that may not be finite
         self.parts.topology.watchdog.phase("checkpoint", progress.step)
         self.parts.events.emit(ev.CheckpointStarts(progress.step))
         with self.parts.profiler.ranges("checkpoint"), self.bar.doing("saving"):
