@@ -63,6 +63,7 @@ class Replicas:
         undone: numbers of the attempts (from 0) that are undone.
         offers: numbers of the attempts before which the state is kept in ``offered``.
         takes: state to take before the first attempt.
+        stops: number of the attempt before which this replica is asked to stop.
     """
 
     def __init__(
@@ -72,14 +73,17 @@ class Replicas:
         undone: Sequence[int] = (),
         offers: Sequence[int] = (),
         takes: tuple[Any, Mapping[str, Tensor]] | None = None,
+        stops: int | None = None,
     ) -> None:
         self.hub, self.name, self.undone, self.offers, self.takes = hub, name, undone, offers, takes
-        self.attempts = 0
+        self.attempts, self.stops = 0, stops
         self.offered: list[tuple[Any, dict[str, Tensor]]] = []
         self.closed = False
 
-    def meet(self, step: int, live: LiveState) -> Attempt:
+    def meet(self, step: int, live: LiveState) -> Attempt | None:
         source = None
+        if self.attempts == self.stops:
+            return None
         if self.attempts in self.offers:
             self.offered.append((live.values(), {name: tensor.clone() for name, tensor in live.tensors().items()}))
         if self.takes is not None and not self.attempts:
@@ -187,7 +191,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-@pytest.mark.parametrize("count", [2, 6], ids=["two", "more-than-microbatches"])
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(2, id="two"), pytest.param(6, id="more-than-microbatches", marks=pytest.mark.thorough)],
+)
 def test_replicas_that_share_each_step_end_like_one_run(tmp_path: Path, alone: Job, count: int) -> None:
     hub = Hub([f"r{index}" for index in range(count)])
     jobs = [job_of(tmp_path, name, **SECTIONS) for name in hub.names]
@@ -250,6 +257,17 @@ def test_a_replica_that_takes_a_state_continues_like_its_donor(tmp_path: Path) -
         assert line["step"] > 6
         for name in ("loss", "absolute_error", "tokens", "skipped_steps"):
             assert line[name] == donated[line["step"]][name], name
+
+
+def test_a_replica_that_is_asked_to_stop_saves_without_another_step(tmp_path: Path, alone: Job) -> None:
+    job = job_of(tmp_path, "stopped", **SECTIONS)
+    outcome = built(job, Replicas(Hub(["a"]), "a", stops=7)).train()
+    assert (outcome.status, outcome.step) == ("stopped", 7)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 9 of 12 and saved"):
+        assert len(list(built(job, Replicas(Hub(["a"]), "a", stops=2)).steps(4))) == 2
+    outcome = built(job, Replicas(Hub(["a"]), "a")).train()
+    assert (outcome.status, outcome.step) == ("finished", 12)
+    assert_identical(final_tensors(job), final_tensors(alone))
 
 
 def test_a_state_of_another_job_is_refused(tmp_path: Path) -> None:

@@ -68,6 +68,10 @@ class LiveState(Protocol):
         """JSON values of the run: the step, the position in the data, counters, states of subscribers."""
         ...
 
+    def stops(self) -> bool:
+        """Whether this replica was asked to stop."""
+        ...
+
     def take(self, values: State, tensors: Mapping[str, Tensor]) -> None:
         """Continue from another replica's state.
 
@@ -89,7 +93,7 @@ class ElasticReplicas(Protocol):
     :meth:`reduce` wait without limit.
     """
 
-    def meet(self, step: int, live: LiveState) -> Attempt:
+    def meet(self, step: int, live: LiveState) -> Attempt | None:
         """Agree with the other replicas on the next attempt at a step; wait until enough replicas are there.
 
         If this replica is behind, or its state may differ, it takes another replica's state (:meth:`LiveState.take`).
@@ -98,6 +102,9 @@ class ElasticReplicas(Protocol):
         Args:
             step: number of steps that this replica has done.
             live: state of this replica.
+
+        Returns:
+            The attempt; ``None`` if this replica was asked to stop (:meth:`LiveState.stops`).
 
         Raises:
             TrainingError: too few replicas came in time, or the replicas do not fit together.

@@ -45,6 +45,10 @@ class LiveRun:
             "job": self._run.parts.checkpointer.job_values(),
         }
 
+    def stops(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._run.parts.interrupts.requested is not None
+
     def take(self, values: State, tensors: Mapping[str, Tensor]) -> None:
         """Continue from another replica's state; see :class:`~d9d_core.elastic.LiveState`."""
         self._run.continue_from(self._run.parts.checkpointer.take_live(values, tensors))
@@ -69,16 +73,18 @@ class Attempts:
         self._last: tuple[str, ...] = ()
         self.replicas = 1
 
-    def step(self) -> ev.StepResult:
+    def step(self) -> ev.StepResult | None:
         """Make the next step; if a replica is lost, repeat the step with the remaining ones and the same microbatches.
 
-        Collective over all ranks.
+        Collective over all ranks. ``None`` if this replica was asked to stop before the step was done.
         """
         parts, progress = self._run.parts, self._run.progress
         pack: Pack | None = None
         position = self._position()
         while True:
             attempt = self._shared.replicas.meet(progress.step, LiveRun(self._run, position))
+            if attempt is None:
+                return None
             parts.topology.watchdog.phase("step", progress.step)
             if attempt.source is not None:
                 pack, position = None, self._position()

@@ -146,8 +146,11 @@ class OpenRun:
         """Whether the run has no further step."""
         return self.progress.step >= self.parts.total_steps or self.stops or self.parts.reason_to_end is not None
 
-    def advance(self) -> ev.StepResult:
-        """Make one step, with the log entry, evaluation and checkpoint that are due."""
+    def advance(self) -> ev.StepResult | None:
+        """Make one step, with the log entry, evaluation and checkpoint that are due.
+
+        ``None`` without a step, if a run with elastic replicas was asked to stop.
+        """
         job, parts, progress = self.parts.job, self.parts, self.progress
         parts.topology.watchdog.phase("step", progress.step)
         parts.profiler.before(progress.step)
@@ -159,6 +162,9 @@ class OpenRun:
             if not isinstance(error, D9dError):  # those name their place
                 error.add_note(f"raised in step {progress.step + 1}")
             raise
+        if result is None:
+            self._logbook.stop = self._between_steps = True
+            return None
         progress.step += 1
         self._between_steps = True
         self.compilation.after(progress.step)
@@ -284,7 +290,7 @@ class OpenRun:
         with self.parts.step.evaluation_weights(), self.bar.doing("exporting"):
             return self.parts.export(progress, kind, directory, keep, partial(self.bar.told, "exporting"))
 
-    def _prepared(self) -> Callable[[], ev.StepResult]:
+    def _prepared(self) -> Callable[[], ev.StepResult | None]:
         """Function that makes the next step; a pack is taken before, unless elastic replicas may change the step."""
         if self._attempts is not None:
             return self._attempts.step
