@@ -212,7 +212,8 @@ def report(fleet: Fleet, kills: Sequence[Kill], steps: int) -> list[str]:
                 lost.append(_undone_after(tried, kill.time))
     for what, values in (("stall of a survivor", stalls), ("until the killed replica commits again", recoveries)):
         if values:
-            print(f"{what}: median {statistics.median(values):.1f} s, longest {max(values):.1f} s")
+            last = ", ".join(f"{value:.1f}" for value in sorted(values)[-5:])
+            print(f"{what}: median {statistics.median(values):.1f} s, five longest {last} s")
     print(f"attempts that a survivor repeated after a kill: {dict(sorted(Counter(lost).items()))}")
     return problems
 
@@ -262,12 +263,16 @@ def main() -> int:
     parser.add_argument("--gap", type=float, default=4.0, help="mean seconds between kills")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds of a step while replicas are killed")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--folder", type=Path, help="directory of runs, records and outputs; by default a temporary one"
+    )
     args = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch", "torchft.coordination", "d9d_engine.compose.training", "safetensors.torch"]
     )
-    with tempfile.TemporaryDirectory(prefix="d9d-elastic-") as folder:
+    with tempfile.TemporaryDirectory(prefix="d9d-elastic-") as temporary:
+        folder = args.folder or temporary
         calm, _ = run(Path(folder) / "calm", args, 0, context)
         fleet, kills = run(Path(folder) / "disturbed", args, args.kill, context)
         problems = report(fleet, kills, args.steps)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from d9d_torchft import group
 from d9d_torchft.group import ReplicaGroup
 from torch import distributed as dist
 
@@ -31,11 +33,21 @@ def test_a_member_that_dies_before_it_connects_is_noticed_by_asking_it() -> None
     assert asked == [1, 2]
 
 
+def test_a_store_that_has_died_is_noticed_by_asking_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_STORE", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    asked: list[int] = []
+    with pytest.raises(RuntimeError):
+        ReplicaGroup(address, "key", 1, 2, "127.0.0.1", 30.0, torch.device("cpu"), lambda one: bool(asked.append(one)))
+    assert asked == [0]
+
+
 def test_sums_keep_dtypes_shapes_and_order_and_a_lost_member_ends_them() -> None:
     _kept, address = store()
 
     def member(index: int) -> list[torch.Tensor]:
-        group = ReplicaGroup(address, "key", index, 2, "127.0.0.1", 30.0, torch.device("cpu"))
+        made = ReplicaGroup(address, "key", index, 2, "127.0.0.1", 30.0, torch.device("cpu"))
         tensors = [
             torch.full((2, 3), index + 1.0),
             torch.tensor(index + 1, dtype=torch.int64),
@@ -43,18 +55,18 @@ def test_sums_keep_dtypes_shapes_and_order_and_a_lost_member_ends_them() -> None
             torch.full((4,), index + 1.0, dtype=torch.bfloat16),
             torch.full((1,), index + 1.0, dtype=torch.float64),
         ]
-        group.reduce(tensors, "sum")
+        made.reduce(tensors, "sum")
         least = torch.tensor([index + 1.0])
-        group.reduce([least], "min")
-        assert group.all(True)
-        assert not group.all(index == 0)
-        assert not group.launched
-        assert group.landed()
+        made.reduce([least], "min")
+        assert made.all(True)
+        assert not made.all(index == 0)
+        assert not made.launched
+        assert made.landed()
         if index == 0:
-            group.abort()
+            made.abort()
         else:
             with pytest.raises(RuntimeError):
-                group.reduce([torch.ones(3)], "sum")
+                made.reduce([torch.ones(3)], "sum")
         return [*tensors, least]
 
     with ThreadPoolExecutor(2) as pool:

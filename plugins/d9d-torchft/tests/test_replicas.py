@@ -268,7 +268,7 @@ def test_nothing_is_opened_before_the_first_meeting_and_missing_settings_are_an_
 
 def test_without_torchft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchft.coordination", None)
-    with pytest.raises(JobError, match=r"install it: pip install 'd9d-torchft\[torchft\]'"):
+    with pytest.raises(JobError, match=r"install it: pip install 'torchft==0.2"):
         Lighthouse("http://127.0.0.1:1", "a")
 
 

@@ -135,6 +135,16 @@ def test_nothing_is_sent_after_a_withdrawal() -> None:
     server.close()
 
 
+def test_a_client_waits_no_longer_once_the_attempt_has_failed(server: Server) -> None:
+    timer = threading.Timer(0.2, lambda: server.refuse("key"))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(OSError, match="closed the connection"):
+        fetch(server.address, TOKEN, "key", {}, 5.0)
+    assert time.monotonic() - started < 4  # the server's own limit is 5 s
+    timer.join()
+
+
 def test_a_client_waits_for_an_offer_of_its_attempt_no_longer_than_the_timeout() -> None:
     server = Server("127.0.0.1", TOKEN, 0.1)
     server.offer(Offer("other", {}, {}))

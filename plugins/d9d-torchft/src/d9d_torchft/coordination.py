@@ -61,8 +61,7 @@ class Lighthouse:
             from torchft.coordination import LighthouseClient
         except ImportError as error:
             raise JobError(
-                f"strategy torchft: torchft cannot be imported ({error}); "
-                "install it: pip install 'd9d-torchft[torchft]'"
+                f"strategy torchft: torchft cannot be imported ({error}); install it: pip install 'torchft==0.2.*'"
             ) from error
         self._address = address
         self._replica = replica

@@ -16,6 +16,10 @@ from torch import distributed as dist
 _BUCKET = 64 * 2**20
 #: Seconds within which all members of a group must connect; they all answered a moment ago.
 _CONNECT = 15.0
+#: Seconds within which gloo must connect once all members have come: it tries a dead one until then.
+_GLOO = 5.0
+#: Seconds of one attempt to reach the store.
+_STORE = 2.0
 #: Seconds between two looks whether missing members still live.
 _LOOK = 0.3
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -52,16 +56,13 @@ class ReplicaGroup:
         lives: Callable[[int], bool] = lambda _index: True,
     ) -> None:
         self._timeout = timeout
-        host, _, port = store.rpartition(":")
-        client = dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), is_master=False, timeout=timedelta(seconds=_CONNECT), wait_for_workers=False
-        )
+        client = _client(store, lives)
         _await_all(client, key, index, count, lives)
         self._works: list[dist.Work] = []
         gloo: Any = dist.ProcessGroupGloo  # torch does not type its methods
         options = gloo._Options()  # noqa: SLF001 - no public function sets the address of a device
         options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001
-        options._timeout = timedelta(seconds=_CONNECT)  # noqa: SLF001
+        options._timeout = timedelta(seconds=_GLOO)  # noqa: SLF001
         below = dist.PrefixStore(f"{key}/gloo", client)  # type: ignore[attr-defined]
         self._gloo: Any = gloo(below, index, count, options)
         self._gloo.set_timeout(timedelta(seconds=timeout))
@@ -128,6 +129,24 @@ class ReplicaGroup:
             if group is not None:
                 with suppress(RuntimeError):
                     group.abort()
+
+
+def _client(store: str, lives: Callable[[int], bool]) -> Any:
+    """Client of the store of member 0, which may die meanwhile.
+
+    Raises:
+        RuntimeError: member 0 has died, or its store does not answer.
+    """
+    host, _, port = store.rpartition(":")
+    deadline = time.monotonic() + _CONNECT
+    while True:
+        try:
+            return dist.TCPStore(  # type: ignore[attr-defined]
+                host, int(port), is_master=False, timeout=timedelta(seconds=_STORE), wait_for_workers=False
+            )
+        except RuntimeError:
+            if time.monotonic() > deadline or not lives(0):
+                raise
 
 
 def _await_all(store: Any, key: str, index: int, count: int, lives: Callable[[int], bool]) -> None:

@@ -169,11 +169,12 @@ class TorchFTReplicas:
         name, key = opened.settings.replica, key_of(members)
         names = tuple(one.name for one in members)
         self._lost = False
-        if key != self._key and not all_ranks(self._topology, self._connected(opened, members, key)):
-            self._fail()
-            return None
         giving = donors(members)
         commit = f"{key}/{giving[0].step}"
+        if key != self._key and not all_ranks(self._topology, self._connected(opened, members, key)):
+            opened.server.refuse(commit)
+            self._fail()
+            return None
         taken = sources(members)
         if name in taken.values():
             opened.server.offer(Offer(commit, live.values(), live.tensors()))

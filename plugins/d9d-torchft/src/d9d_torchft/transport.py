@@ -80,6 +80,7 @@ class Server:
         self.address = "{}:{}".format(*self._socket.getsockname()[:2])
         self._changed = threading.Condition()
         self._offer: Offer | None = None
+        self._refused: set[str] = set()  # keys of attempts that have failed here
         self._sending: set[socket.socket] = set()
         self._places = threading.Semaphore(_CONNECTIONS)
         threading.Thread(target=self._accept, name="d9d-torchft-server", daemon=True).start()
@@ -88,6 +89,12 @@ class Server:
         """Send this state to clients from now on. Its tensors must not change before :meth:`withdraw` has returned."""
         with self._changed:
             self._offer = offer
+            self._changed.notify_all()
+
+    def refuse(self, key: str) -> None:
+        """Let clients wait no longer for an offer with this key: the attempt has failed on this rank."""
+        with self._changed:
+            self._refused.add(key)
             self._changed.notify_all()
 
     def withdraw(self) -> None:
@@ -135,7 +142,9 @@ class Server:
     def _send(self, connection: socket.socket, key: object) -> None:
         with self._changed:
             # The client may be faster than this replica, which offers its state in the same attempt.
-            self._changed.wait_for(lambda: self._offer is not None and self._offer.key == key, self._timeout)
+            self._changed.wait_for(
+                lambda: key in self._refused or (self._offer is not None and self._offer.key == key), self._timeout
+            )
             offer = self._offer
             if offer is None or offer.key != key:
                 return

@@ -15,11 +15,12 @@ from d9d_core.errors import CheckpointError, D9dError, NonFiniteError
 from d9d_core.job_file.job import JobConfig
 from d9d_core.subscriber import EndsTraining
 from d9d_core.tracker import storable
+from d9d_core.types import State
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.profiler import StepProfiler
-from d9d_engine.run.attempts import Attempts
+from d9d_engine.run.attempts import Attempts, LiveRun
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.clock import Clock
 from d9d_engine.run.evaluation import Evaluator
@@ -122,8 +123,7 @@ class OpenRun:
         self.compilation = CompilationLog(parts.stage, parts.events.emit, parts.note, progress.step)
         self.busy = False
         self.evaluated: tuple[int, dict[str, float]] | None = None
-        shared = parts.step.shared
-        self._attempts = None if shared is None else Attempts(shared, self, parts.note)
+        self._attempts = self._opened_attempts()
         self._logbook = self._opened_logbook()
         self._saved = progress.step or None  # the step of the last save
         self._retry: int | None = None  # step after which a failed save is repeated
@@ -293,10 +293,22 @@ class OpenRun:
     def _prepared(self) -> Callable[[], ev.StepResult | None]:
         """Function that makes the next step; a pack is taken before, unless elastic replicas may change the step."""
         if self._attempts is not None:
-            return self._attempts.step
+            return partial(self._attempts.step, self.progress)
         with self.parts.profiler.ranges("data wait"):
             pack = self.parts.prefetcher.next()
         return partial(self.parts.step, self.progress.step, pack)
+
+    def _opened_attempts(self) -> Attempts | None:
+        parts = self.parts
+        if parts.step.shared is None:
+            return None
+
+        def live(position: State) -> LiveRun:
+            state = (parts.checkpointer, parts.interrupts, self.progress, position)
+            return LiveRun(*state, self.settle_counters, self.continue_from)
+
+        data = (parts.prefetcher, parts.events, parts.profiler.ranges)
+        return Attempts(parts.step.shared, parts.step, parts.topology, *data, live, parts.note)
 
     def _opened_logbook(self) -> Logbook:
         parts, progress, attempts = self.parts, self.progress, self._attempts

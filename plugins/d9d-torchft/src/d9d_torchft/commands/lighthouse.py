@@ -44,7 +44,7 @@ def lighthouse(
     try:
         from torchft.coordination import LighthouseServer
     except ImportError as error:
-        text = f"torchft cannot be imported ({error}); install it: pip install 'd9d-torchft[torchft]'"
+        text = f"torchft cannot be imported ({error}); install it: pip install 'torchft==0.2.*'"
         raise JobError(text) from error
     # torchft prints several lines in each step, and has no option against it.
     target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
