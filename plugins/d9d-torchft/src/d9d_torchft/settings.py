@@ -51,11 +51,11 @@ class Settings:
             problems.append(f"{LIGHTHOUSE} is '{lighthouse}'; set it to the lighthouse's address, http://HOST:PORT")
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", replica):
             problems.append(f"{REPLICA} is '{replica}'; set it to this replica's name: letters, digits, '.', '_', '-'")
-        token = b""
+        file, token = environ.get(TOKEN_FILE, ""), b""
         try:
-            token = Path(environ.get(TOKEN_FILE, "")).read_bytes().strip()
+            token = Path(file or "unset").read_bytes().strip()
         except OSError as error:
-            problems.append(f"{TOKEN_FILE}: no file can be read ({error.strerror}); write a secret into a file")
+            problems.append(f"{TOKEN_FILE}: '{file}' cannot be read ({error.strerror}); name a file with a secret")
         else:
             if len(token) < _SHORTEST:
                 problems.append(f"{TOKEN_FILE}: the token has {len(token)} bytes; write at least {_SHORTEST}")
