@@ -91,7 +91,7 @@ def test_replicas_train_like_one_run(tmp_path: Path, ranks: int) -> None:
 
 
 def test_a_killed_rank_takes_its_replica_down_and_both_come_back(tmp_path: Path) -> None:
-    path = job(tmp_path, steps=900, mesh={"dp_shard": 2}, parallel=["fsdp", "torchft"], checkpoint={"every": 500})
+    path = job(tmp_path, steps=600, mesh={"dp_shard": 2}, parallel=["fsdp", "torchft"], checkpoint={"every": 500})
     process = started("torchft", "run", path, "--replicas", 2)
     assert process.stdout is not None
     lines: list[str] = []
