@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "d9d_core": (
         {"deprecation", "errors", "interpreter", "trees", "types", "untrusted", "words"},
-        {"config", "containment", "deferral", "health", "kernel", "metric", "peft", "schedule", "tensors"},
+        {"config", "containment", "deferral", "elastic", "health", "kernel", "metric", "peft", "schedule", "tensors"},
         {
             "accumulators",
             "cost",

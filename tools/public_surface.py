@@ -87,6 +87,7 @@ DECLARED = (
     *("d9d_kubernetes.config", "d9d_slurm.config"),
     *("d9d_gemma.config", "d9d_gemma.hugging_face", "d9d_gemma.model"),
     *("d9d_llama.config", "d9d_llama.hugging_face", "d9d_llama.model", "d9d_local_sgd.config"),
+    "d9d_torchft.config",
     *("d9d_transformers.build", "d9d_transformers.config", "d9d_transformers.hugging_face"),
     *("d9d_metrics.aggregate.config", "d9d_metrics.auroc.config", "d9d_metrics.compose.config"),
     *("d9d_metrics.confusion.config", "d9d_metrics.token_accuracy.config"),

@@ -29,6 +29,7 @@ GROUPS = {
     "d9d-parallel": ("plugins/d9d-parallel",),
     "d9d-peft": ("plugins/d9d-peft",),
     "d9d-pipeline": ("plugins/d9d-pipeline",),
+    "d9d-torchft": ("plugins/d9d-torchft",),
     "d9d-triton": ("plugins/d9d-triton",),
     "models": ("plugins/d9d-gemma", "plugins/d9d-llama", "plugins/d9d-qwen3", "plugins/d9d-transformers"),
     "trackers": ("plugins/d9d-aim", "plugins/d9d-mlflow", "plugins/d9d-tensorboard", "plugins/d9d-wandb"),

@@ -56,6 +56,7 @@ class Run:
                 check=lambda *given: self.did.append(("profiled", *given)),
             ),
             job=SimpleNamespace(deterministic=deterministic),
+            step=SimpleNamespace(shared=None),
             total_steps=9,
             reason_to_end=reason,
             note=self.did.append,

@@ -360,7 +360,7 @@ def test_a_step_calls_its_collaborators_in_order() -> None:
     assert cast("Any", result).finite == "finite"
     assert calls == [
         "StepStarts", "task.begin_step(7)", "mark()", "ForwardBackwardStarts", "statistics.begin()",
-        "first_pass(['a', 'b'], 7)", "loss_scale.begin(['x', 'y'])", "executor.run(7, ['x', 'y'], scale)",
+        "first_pass(['a', 'b'], 7)", "loss_scale.begin(['x', 'y'])", "executor.run(7, ['x', 'y'], scale, None)",
         "ForwardBackwardEnds", "<gradient reduction>", "gradients.finish()", "</>", "settle(loss)", "<clip>",
         "clipper.clip(settled, 7)", "</>", "OptimizerStepStarts", "before_update()", "<optimizer>",
         "optimizer.set_lr_factor(0.7)", "optimizer.step(finite)", "</>", "ties.copy_values()",

@@ -128,10 +128,10 @@ def test_an_interrupt_in_a_step_saves_it_and_the_next_steps_follow(job: MakeJob)
     trainer = quiet(stopped)
     forward = trainer.step.executor.run
 
-    def interrupt(step: int, pack: Any, scale: Any) -> Any:
+    def interrupt(step: int, pack: Any, *others: Any) -> Any:
         if step == 1 and not saved_steps(stopped):
             signal.raise_signal(signal.SIGINT)
-        return forward(step, pack, scale)
+        return forward(step, pack, *others)
 
     trainer.step.executor.run = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt, match="SIGINT: stopped after step 2 of 12 and saved"):
@@ -165,10 +165,10 @@ def test_a_second_ctrl_c_in_a_step_has_no_effect_on_a_later_run(job: MakeJob) ->
     trainer = quiet(job(checkpoint={"every": None}))
     forward = trainer.step.executor.run
 
-    def strike(step: int, pack: Any, scale: Any) -> Any:
+    def strike(step: int, pack: Any, *others: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        return forward(step, pack, scale)
+        return forward(step, pack, *others)
 
     list(trainer.steps(2))
     trainer.save()
@@ -196,9 +196,9 @@ def test_time_between_steps_is_not_in_the_speed(job: MakeJob) -> None:
         patch.setattr("d9d_engine.run.clock.time.perf_counter", lambda: now[0])
         forward = trainer.step.executor.run
 
-        def take_a_second(step: int, pack: Any, scale: Any) -> Any:
+        def take_a_second(step: int, pack: Any, *others: Any) -> Any:
             now[0] += 1.0
-            return forward(step, pack, scale)
+            return forward(step, pack, *others)
 
         trainer.step.executor.run = take_a_second  # type: ignore[method-assign]
         for _ in range(3):

@@ -43,7 +43,7 @@ class Run:
         )
         run: Any = OpenRun.__new__(OpenRun)
         run.parts, run.progress, run._retry, run._between_steps = self.parts, SimpleNamespace(step=0), None, True
-        run.clock = SimpleNamespace(paused=nullcontext)
+        run.clock, run._attempts = SimpleNamespace(paused=nullcontext), None
         run.compilation = SimpleNamespace(after=lambda _step: None)
         run.collection = SimpleNamespace(after_step=lambda step: self.did.append(("collect", step)))
         run._record = lambda result: self.did.append(("recorded", result))

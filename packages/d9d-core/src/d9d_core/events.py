@@ -8,6 +8,7 @@
     OptimizerReady      the optimizer and its state exist
     ForwardReady        handlers of TrainingStarts and later events can run the model on their own data
     TrainingStarts      weights, data position and counters are final; the first step follows
+    AttemptStarts       replicas that share a step have met; only with elastic replicas
     StepStarts          a pack is on the device
       ForwardBackwardStarts, ForwardBackwardEnds
       OptimizerStepStarts, OptimizerStepEnds
@@ -40,6 +41,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from d9d_core.data import DataStream
+from d9d_core.elastic import Attempt
 from d9d_core.forward import ForwardPass
 from d9d_core.job_file.job import BaseJob
 from d9d_core.optimizer import Optimizer
@@ -52,10 +54,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "CATALOGUE", "CheckpointSaved", "CheckpointStarts", "DataReady", "EvaluationEnds", "EvaluationStarts",
-    "EventsReady", "ForwardBackwardEnds", "ForwardBackwardStarts", "ForwardReady", "InferenceFailed",
-    "InferenceFinished", "InferenceStarts", "InferenceStopped", "JobConfigured", "ModelPlanned", "ModelReady",
-    "OptimizerReady", "OptimizerStepEnds", "OptimizerStepStarts", "PackEnds", "PackStarts", "RowsWritten",
+    "CATALOGUE", "AttemptStarts", "CheckpointSaved", "CheckpointStarts", "DataReady", "EvaluationEnds",
+    "EvaluationStarts", "EventsReady", "ForwardBackwardEnds", "ForwardBackwardStarts", "ForwardReady",
+    "InferenceFailed", "InferenceFinished", "InferenceStarts", "InferenceStopped", "JobConfigured", "ModelPlanned",
+    "ModelReady", "OptimizerReady", "OptimizerStepEnds", "OptimizerStepStarts", "PackEnds", "PackStarts", "RowsWritten",
     "SaveReport", "SleepEnds", "SleepStarts", "StepEnds", "StepResult", "StepStarts", "TrainingFailed",
     "TrainingFinished", "TrainingStarts", "TrainingStopped", "ValuesLogged", "WakeEnds", "WakeStarts",
 ]  # fmt: skip
@@ -184,6 +186,18 @@ class TrainingStarts:
     step: int
     total_steps: int
     log: RunLog
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStarts:
+    """An attempt at step ``step`` (0-based) begins, in a job with elastic replicas (:mod:`d9d_core.elastic`).
+
+    If a replica is lost during the attempt, it is undone: AttemptStarts, StepStarts and the events of the forward and
+    backward follow again for the same step. If this replica takes another one's state, steps are left out.
+    """
+
+    step: int
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +406,7 @@ CATALOGUE: tuple[type[Any], ...] = (
     OptimizerReady,
     ForwardReady,
     TrainingStarts,
+    AttemptStarts,
     StepStarts,
     ForwardBackwardStarts,
     ForwardBackwardEnds,

@@ -16,7 +16,8 @@ Start here: :class:`Strategy` changes a built stage and returns an :class:`Appli
             return Applied(modules=tuple(blocks), collectives=no_collectives)
 
 A strategy that shards or replicates parameters lists the :class:`GradientOwner` of each reduction that it takes over.
-Optional: :class:`Meetings`, of a strategy whose replicas take their own optimizer steps.
+Optional: :class:`Meetings`, of a strategy whose replicas take their own optimizer steps, and
+:class:`d9d_core.elastic.ElasticReplicas`, of a strategy whose replicas may come and go.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from d9d_core.elastic import ElasticReplicas
     from d9d_core.topology import Topology
 
 __all__ = [
@@ -281,6 +283,7 @@ class Applied:
             :class:`~d9d_core.errors.BuildError` if the kernels do not support the strategy.
         meetings: meetings of the replicas, instead of ``resynchronise``, if replicas take their own steps and a save,
             an evaluation or an export must not change the training.
+        elastic: replicas of the whole run, outside of this job's mesh, that share the microbatches of each step.
     """
 
     modules: tuple[str, ...]
@@ -298,6 +301,7 @@ class Applied:
     resynchronise: Callable[[], None] | None = None
     check_kernels: Callable[[], None] | None = None
     meetings: Meetings | None = None
+    elastic: ElasticReplicas | None = None
 
 
 class Strategy(Protocol):

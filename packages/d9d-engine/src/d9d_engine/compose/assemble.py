@@ -354,6 +354,7 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
         resynchronise=_in_turn([o.resynchronise for o in outcomes if o.resynchronise is not None]),
         meetings=joined_meetings([o.meetings for o in outcomes if o.meetings is not None]),
+        elastic=next((o.elastic for o in outcomes if o.elastic is not None), None),
     )
 
 

@@ -27,6 +27,7 @@ from d9d_engine.compose.facts import parameter_counts, start_facts
 from d9d_engine.compose.first_pass.build import build_first_pass
 from d9d_engine.compose.parts.cuda_graphs import step_mark
 from d9d_engine.compose.parts.data import count_steps, documents_of, split_of, summary_of
+from d9d_engine.compose.parts.elastic import build_shared_step
 from d9d_engine.compose.parts.evaluator import build_evaluator
 from d9d_engine.compose.parts.series import check_series
 from d9d_engine.compose.parts.statistics import build_statistics, unique_name
@@ -166,6 +167,7 @@ def build(
         ranges=ranges,
         mark=step_mark(assembly.applied),
         replicas=replicas,
+        shared=build_shared_step(assembly, task, *running),
     )
     evaluator = build_evaluator(job, selection, assembly, topology, task, own_task, executor, all_parts, first, note)
     tracked = selection.trackers if topology.is_main else ()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from d9d_core.config import ModelConfig
-from d9d_core.errors import CheckpointError
+from d9d_core.errors import CheckpointError, TrainingError
 from d9d_core.events import SaveReport
 from d9d_core.job_file.job import JobConfig
 from d9d_core.optimizer import AveragesWeights, Optimizer
@@ -226,14 +226,7 @@ class Checkpointer:
         """
         self.make_replicas_equal()
         trackers = self._trackers.request_state()
-        values = {
-            "data": self._stream.state(),
-            "tokens": progress.tokens,
-            "skipped": progress.skips.total,
-            "skips": progress.skips.state(),
-            "losses": progress.losses(),
-            "subscribers": {name: subscriber.state() for name, subscriber in self._stateful.items()},
-        }
+        values = {"data": self._stream.state(), **self.values(progress)}
         facts = {
             "job": self._job.resolved(),
             "plugins": self._manifest.to_json(),
@@ -255,6 +248,47 @@ class Checkpointer:
             late_values=lambda: {"trackers": trackers()},
             tell=tell,
         )
+
+    def values(self, progress: Progress) -> dict[str, Any]:
+        """JSON values of a checkpoint, without the position in the data and the state of trackers."""
+        return {
+            "tokens": progress.tokens,
+            "skipped": progress.skips.total,
+            "skips": progress.skips.state(),
+            "losses": progress.losses(),
+            "subscribers": {name: subscriber.state() for name, subscriber in self._stateful.items()},
+        }
+
+    def job_values(self) -> dict[str, Any]:
+        """Resolved job without the section ``run``, which differs between elastic replicas."""
+        return {name: value for name, value in self._job.resolved().items() if name != "run"}
+
+    def live_tensors(self) -> dict[str, Tensor]:
+        """Local tensors of this rank for another replica; see :meth:`d9d_core.elastic.LiveState.tensors`."""
+        constant = self._changed_by_optimizer()
+        weights = {name: local(tensor).detach() for name, tensor in self._weights().items()}
+        kept = {name: tensor if name in constant else tensor.clone() for name, tensor in weights.items()}
+        return kept | _prefixed(_METRICS, self._statistics.own())
+
+    def take_live(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Progress:
+        """Continue from the state of another replica; see :meth:`d9d_core.elastic.LiveState.take`.
+
+        Raises:
+            TrainingError: the other replica trains another job.
+        """
+        here, there = _flat(self.job_values()), _flat(values["job"])
+        if changed := [f for f in sorted({*here, *there}) if here.get(f) != there.get(f)]:
+            listed = "; ".join(f"{f}: {there.get(f)!r} there, {here.get(f)!r} here" for f in changed)
+            raise TrainingError(f"another replica trains another job: {listed}; start all replicas with the same job")
+        self.before_mutation()
+        for name, tensor in self._weights().items():
+            local(tensor).detach().copy_(tensors[name])
+        self._ties.copy_values()
+        self._statistics.take_own({name.removeprefix(_METRICS): tensor for name, tensor in tensors.items()})
+        self._stream.load_state(values["data"])
+        for name, subscriber in self._stateful.items():
+            subscriber.load_state(values["subscribers"][name])
+        return Progress(values["step"], values["tokens"], Skips.of(values["skips"]), dict(values["losses"]))
 
     def before_mutation(self) -> None:
         """Make the device wait for a save's copies; call it before parameters or optimizer state change."""

@@ -76,6 +76,8 @@ class LifeCycle:
             owned.enter_context(parts.checkpointer.store.opened())
             owned.enter_context(built_objects_spared())
             owned.callback(parts.profiler.close)
+            if parts.step.shared is not None:
+                owned.callback(parts.step.shared.replicas.close)
             owned.enter_context(deterministic_algorithms(parts.job.deterministic))
             with exits_are_errors(), generators_kept(parts.topology.device):
                 self.progress, tracker_states = parts.checkpointer.restore()

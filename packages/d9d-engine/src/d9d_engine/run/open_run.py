@@ -15,10 +15,12 @@ from d9d_core.errors import CheckpointError, D9dError, NonFiniteError
 from d9d_core.job_file.job import JobConfig
 from d9d_core.subscriber import EndsTraining
 from d9d_core.tracker import storable
+from d9d_core.types import State
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology, describe_rank
 from d9d_engine.profiling.profiler import StepProfiler
+from d9d_engine.run.attempts import Attempts, LiveRun
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.clock import Clock
 from d9d_engine.run.evaluation import Evaluator
@@ -122,17 +124,8 @@ class OpenRun:
         self.compilation = CompilationLog(parts.stage, parts.events.emit, parts.note, progress.step)
         self.busy = False
         self.evaluated: tuple[int, dict[str, float]] | None = None
-        self._logbook = Logbook(
-            self._write,
-            self.bar.update,
-            parts.job.nonfinite,
-            progress.skips,
-            parts.job.max_skipped,
-            progress.tokens,
-            parts.trackers.write_tables,
-            parts.utilisation,
-            parts.job.logging.max_pending,
-        )
+        self._attempts = self._opened_attempts()
+        self._logbook = self._opened_logbook()
         self._saved = progress.step or None  # the step of the last save
         self._retry: int | None = None  # step after which a failed save is repeated
         self._between_steps = True
@@ -154,20 +147,25 @@ class OpenRun:
         """Whether the run has no further step."""
         return self.progress.step >= self.parts.total_steps or self.stops or self.parts.reason_to_end is not None
 
-    def advance(self) -> ev.StepResult:
-        """Make one step, with the log entry, evaluation and checkpoint that are due."""
+    def advance(self) -> ev.StepResult | None:
+        """Make one step, with the log entry, evaluation and checkpoint that are due.
+
+        ``None`` without a step, if a run with elastic replicas was asked to stop.
+        """
         job, parts, progress = self.parts.job, self.parts, self.progress
         parts.topology.watchdog.phase("step", progress.step)
         parts.profiler.before(progress.step)
-        with parts.profiler.ranges("data wait"):
-            pack = parts.prefetcher.next()
+        make = self._prepared()
         self._between_steps = False
         try:
-            result = parts.step(progress.step, pack)
+            result = make()
         except Exception as error:
             if not isinstance(error, D9dError):  # those name their place
                 error.add_note(f"raised in step {progress.step + 1}")
             raise
+        if result is None:
+            self._logbook.stop = self._between_steps = True
+            return None
         progress.step += 1
         self._between_steps = True
         self.compilation.after(progress.step)
@@ -186,6 +184,21 @@ class OpenRun:
         self.collection.after_step(progress.step)
         parts.profiler.after(progress.step)
         return result
+
+    def settle_counters(self) -> None:
+        """Read the values of all steps so far, and update the counters."""
+        self._logbook.drain()
+        self.parts.log.drain()
+        self.progress.skips, self.progress.tokens = self._logbook.skips, self._logbook.tokens
+
+    def continue_from(self, progress: Progress) -> None:
+        """Continue after the steps of another replica, whose state this run has taken."""
+        self._logbook.drain()
+        own = self.progress  # the life cycle holds the same object
+        own.step, own.tokens, own.skips, own.logged = progress.step, progress.tokens, progress.skips, progress.logged
+        own.trained_by, self._retry = None, None
+        self._logbook = self._opened_logbook()
+        self.clock.take()
 
     def evaluate(self) -> None:
         """Evaluate the current model and log the values."""
@@ -287,6 +300,42 @@ class OpenRun:
         with self.parts.step.evaluation_weights(), self.bar.doing("exporting"):
             return self.parts.export(progress, kind, directory, keep, partial(self.bar.told, "exporting"))
 
+    def _prepared(self) -> Callable[[], ev.StepResult | None]:
+        """Function that makes the next step; a pack is taken before, unless elastic replicas may change the step."""
+        if self._attempts is not None:
+            return partial(self._attempts.step, self.progress)
+        with self.parts.profiler.ranges("data wait"):
+            pack = self.parts.prefetcher.next()
+        return partial(self.parts.step, self.progress.step, pack)
+
+    def _opened_attempts(self) -> Attempts | None:
+        parts = self.parts
+        if parts.step.shared is None:
+            return None
+
+        def live(position: State) -> LiveRun:
+            state = (parts.checkpointer, parts.interrupts, self.progress, position)
+            return LiveRun(*state, self.settle_counters, self.continue_from)
+
+        data = (parts.prefetcher, parts.events, parts.profiler.ranges)
+        return Attempts(parts.step.shared, parts.step, parts.topology, *data, live, parts.note)
+
+    def _opened_logbook(self) -> Logbook:
+        parts, progress, attempts = self.parts, self.progress, self._attempts
+        # The tokens of all replicas are logged; MFU is that of this replica's devices.
+        of_replica = parts.utilisation if attempts is None else lambda rate: parts.utilisation(rate / attempts.replicas)
+        return Logbook(
+            self._write,
+            self.bar.update,
+            parts.job.nonfinite,
+            progress.skips,
+            parts.job.max_skipped,
+            progress.tokens,
+            parts.trackers.write_tables,
+            of_replica,
+            parts.job.logging.max_pending,
+        )
+
     def _record(self, result: ev.StepResult) -> None:
         progress, statistics = self.progress, self.parts.step.statistics
         lr = self.parts.step.optimizer.lr
@@ -304,9 +353,7 @@ class OpenRun:
 
     def _save(self, wait: bool = False) -> bool:
         progress = self.progress
-        self._logbook.drain()  # a checkpoint must not contain a step that may not be finite
-        self.parts.log.drain()
-        progress.skips, progress.tokens = self._logbook.skips, self._logbook.tokens
+        self.settle_counters()  # a checkpoint must not contain a step that may not be finite
         self.parts.topology.watchdog.phase("checkpoint", progress.step)
         self.parts.events.emit(ev.CheckpointStarts(progress.step))
         with self.parts.profiler.ranges("checkpoint"), self.bar.doing("saving"):

@@ -177,6 +177,8 @@ class Trainer:
             self._check_awake("steps")  # the caller may have called sleep()
             with self.interrupts.kept(), self._life.called(run):
                 result = run.advance()
+            if result is None:
+                break
             done += 1
             yield result
             if run is not self._life.run:

@@ -121,6 +121,21 @@ class Tallies:
             self._sums[stage] = {key: tensor.clone() for key, tensor in needed.items()}
         return counted
 
+    def sums(self) -> list[Tensor]:
+        """Tallies of this step to which modules adapt, not copied; zeros for a stage that ran no microbatch."""
+        for stage, adaptive in self._adaptive.items():
+            if stage not in self._sums and adaptive:
+                self._sums[stage] = {
+                    f"{name}/{key}": torch.zeros_like(module.tallies()[key])
+                    for name, module in adaptive.items()
+                    for key in module.adapts_to()
+                }
+        return [tensor for of_stage in self._sums.values() for tensor in of_stage.values()]
+
+    def forget(self) -> None:
+        """Forget the tallies of an attempt at a step that is undone."""
+        self._sums = {}
+
     def adapted_bytes(self) -> list[int]:
         """Bytes of each all-reduce of :meth:`adapt`: one for each dtype of the reduced tallies."""
         found: dict[torch.dtype, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -105,6 +105,7 @@ class Executor:
         self._last = len(pipeline.hosts) - 1
         self._position = topology.coordinate["pp"]
         self._task = task
+        self._numbers: Sequence[int] = ()  # indices in the whole pack of the microbatches that run
         self._weight: Tensor | None = None  # sum of the output weights of this step, if the task weighs outputs
         self._inputs = inputs
         self._ranges = ranges or Ranges()
@@ -126,11 +127,23 @@ class Executor:
                 f"pipeline: the schedule has actions without a handler: {', '.join(unknown)}; add them to 'handlers'"
             )
 
-    def run(self, step: int, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
-        """Run forward and backward over all microbatches; afterwards parameters hold their gradients.
+    def run(self, step: int, pack: Pack, scale: Mapping[str, Tensor], share: Sequence[int] | None = None) -> StageLoss:
+        """Run forward and backward over microbatches; afterwards parameters hold their gradients.
 
         Collective over the ranks that share parameters, and over the pipeline ranks.
+
+        Args:
+            step: step number, 0-based.
+            pack: microbatches on the device.
+            scale: loss term -> factor of its sums.
+            share: indices of the microbatches to run, if elastic replicas run the others; by default all.
         """
+        self._numbers = range(len(pack)) if share is None else share
+        pack = [pack[index] for index in self._numbers]
+        if not pack:
+            for stage in self.stages:
+                self._gradients.reduce(stage)  # no gradients, which count as zeros
+            return StageLoss({})
         program, backwards, split = self._program(len(pack))
         state = StepState(step, pack, scale, backwards=Counter(backwards), split=split)
         self._weight = None
@@ -153,6 +166,7 @@ class Executor:
             outputs: called with the model's outputs and the microbatch, on the ranks that have the last stage.
             step: training step whose random numbers are drawn; by default the generators continue.
         """
+        self._numbers = range(len(pack))
         state = StepState(_NO_STEP if step is None else step, pack, {}, evaluated=outputs)
         with torch.no_grad():
             self._interpret(self.pipeline.forward_program(self._position, len(pack)), state)
@@ -185,7 +199,7 @@ class Executor:
         stage, microbatch = action.stage, state.pack[action.microbatch]
         leaves = self._leaves(action, state)
         if state.step != _NO_STEP:
-            seed_generators(self.topology.device, self._draws(state.step, action.microbatch, stage))
+            seed_generators(self.topology.device, self._draws(state.step, self._numbers[action.microbatch], stage))
         outputs = self._call(stage, microbatch, leaves)
         if stage < self._last:
             outputs = self._boundaries.conform(stage, outputs, microbatch)

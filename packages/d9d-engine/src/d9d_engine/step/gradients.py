@@ -112,6 +112,10 @@ class Gradients:
         buckets = [("gradients in a bucket", group, size) for group, size in self._buckets.sizes()]
         return buckets + [("gradient of a tied parameter", group, size) for group, size in self._ties.sizes()]
 
+    def final(self) -> list[Tensor]:
+        """Local gradients of all trained parameters, in order, not copied; call it after :meth:`finish`."""
+        return [local(parameter.grad) for parameter in self._parameters.values() if parameter.grad is not None]
+
     @property
     def device(self) -> torch.device:
         return self._device

@@ -17,6 +17,8 @@ from d9d_engine.distributed.packed_reduction import PackedReduction
 
 __all__ = ["Statistics"]
 
+_Merge = Callable[[Tensor, Tensor], Tensor]
+_MERGES: Mapping[str, _Merge] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 #: Series that the training loop logs.
 _TAKEN = ("finite", "stop", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps", "mfu")
 
@@ -59,6 +61,7 @@ class Statistics:
         self._group = group
         self._device = device
         self._before: dict[str, dict[str, Tensor]] = {}
+        self._aside: dict[str, dict[str, Tensor]] = {}
         self._stream = torch.Stream(device) if self._twins and device is not None else None
 
     def __bool__(self) -> bool:
@@ -90,6 +93,43 @@ class Statistics:
         if self._gated:
             copies = {n: {k: t.clone() for k, t in metric.state().items()} for n, metric in self._metrics.items()}
             self._before = copies
+
+    def set_aside(self) -> None:
+        """Set all states aside, so that the metrics hold the updates of one attempt at a step only."""
+        self._aside = {n: {k: t.clone() for k, t in metric.state().items()} for n, metric in self._metrics.items()}
+        self.reset()
+
+    def updates(self) -> PackedReduction:
+        """Copies of the updates since :meth:`set_aside`, to be reduced over replicas of the run."""
+        return self._packed()
+
+    def merge(self, updates: PackedReduction) -> None:
+        """Merge reduced updates into the states that were set aside."""
+        for name, metric in self._metrics.items():
+            merged = {}
+            for key, operation in metric.reductions.items():
+                new = updates.view(f"{name}/{key}")
+                merged[key] = _MERGES[operation](self._aside[name][key].to(new.device, non_blocking=True), new)
+            metric.load_state(merged)
+        self._aside = {}
+
+    def take_back(self) -> None:
+        """Restore the states that were set aside, without the updates since then."""
+        for name, metric in self._metrics.items():
+            metric.load_state(self._aside[name])
+        self._aside = {}
+
+    def own(self) -> dict[str, Tensor]:
+        """Copies of this rank's own states, not merged over ranks: ``"<metric>/<name>"`` -> tensor."""
+        return {
+            f"{name}/{key}": t.clone() for name, metric in self._metrics.items() for key, t in metric.state().items()
+        }
+
+    def take_own(self, states: Mapping[str, Tensor]) -> None:
+        """Replace this rank's own states by the same rank's states of another replica, as :meth:`own` gives them."""
+        for name, metric in self._metrics.items():
+            own = {key: states[f"{name}/{key}"].to(t.device) for key, t in metric.state().items()}
+            metric.load_state(own)
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
         """Update metrics with the task's observations of one microbatch."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from d9d_core import events as ev
+from d9d_core.elastic import Attempt
 from d9d_core.optimizer import AveragesWeights, LrSchedule, Optimizer
 from d9d_core.types import Pack
 
@@ -14,6 +15,7 @@ from d9d_engine.profiling.ranges import OPTIMIZER, Ranges
 from d9d_engine.step.auxiliary_losses import Tallies
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.clip import Clipper
+from d9d_engine.step.elastic import SharedStep
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.first_pass import FirstPassRunner
 from d9d_engine.step.gradients import Gradients
@@ -39,6 +41,7 @@ class TrainStep:
         before_update: called before parameters change, as a checkpoint may still be copying them.
         optimizer: updates the parameters.
         replicas: replicas of the model that take their own steps, if any.
+        shared: sums over elastic replicas, if any.
         ties: keeps copies of tied parameters equal.
         lr_schedule: step -> factor of the base learning rate.
         tallies: counts of the model's modules, to which some modules adapt.
@@ -66,6 +69,7 @@ class TrainStep:
         ranges: Ranges | None = None,
         mark: Callable[[], None] = lambda: None,
         replicas: Replicas | None = None,
+        shared: SharedStep | None = None,
     ) -> None:
         self.task = task
         self.first_pass = first_pass
@@ -83,6 +87,7 @@ class TrainStep:
         self.ranges = ranges or Ranges()
         self.mark = mark
         self.replicas = replicas or Replicas({}, Ownership({}), Topology())
+        self.shared = shared
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -100,21 +105,34 @@ class TrainStep:
             yield
         self.ties.copy_values()
 
-    def __call__(self, step: int, pack: Pack) -> ev.StepResult:
-        """Run step ``step`` (0-based) on this rank's slice of a pack, on the device. Collective over all ranks."""
+    def __call__(self, step: int, pack: Pack, attempt: Attempt | None = None) -> ev.StepResult:
+        """Run step ``step`` (0-based) on this rank's slice of a pack, on the device. Collective over all ranks.
+
+        Args:
+            step: number of the step.
+            pack: microbatches of this rank.
+            attempt: elastic replicas that share the microbatches; by default, this replica runs all of them.
+
+        Raises:
+            UndoneError: an elastic replica was lost; the state is as before, and the step must be repeated.
+        """
         self.events.emit(ev.StepStarts(step, pack))
         self.task.begin_step(step)
         self.mark()  # CUDA graphs may overwrite outputs of the previous step
 
         self.events.emit(ev.ForwardBackwardStarts(step))
         self.statistics.begin()
+        if attempt and self.shared:
+            self.shared.begin()
         pack = self.first_pass(pack, step)
         scale = self.loss_scale.begin(pack)  # known before the first backward, so gradients need no scaling pass
-        loss = self.executor.run(step, pack, scale)
+        loss = self.executor.run(step, pack, scale, attempt.share(len(pack)) if attempt else None)
         self.events.emit(ev.ForwardBackwardEnds(step))
 
         with self.ranges("gradient reduction"):
             self.gradients.finish()  # finish reductions over ranks; each has exactly one owner
+            if attempt and self.shared:
+                loss = self.shared.settle(loss)  # sums over elastic replicas, or undoes the attempt
         loss = self.loss_scale.settle(loss, self.gradients)  # scales gradients if the task weighs outputs
         with self.ranges("clip"):
             result = self.clipper.clip(loss, sum(self.task.count(microbatch) for microbatch in pack))

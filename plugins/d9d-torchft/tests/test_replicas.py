@@ -1,0 +1,290 @@
+"""Replicas in threads meet, sum, lose one of them, and heal; with a coordinator in memory, gloo and the transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.elastic import Attempt
+from d9d_core.errors import JobError, TrainingError
+from d9d_torchft.config import TorchFTConfig
+from d9d_torchft.coordination import Lighthouse, waited
+from d9d_torchft.members import Member
+from d9d_torchft.replicas import TorchFTReplicas
+from d9d_torchft.settings import Settings
+from torch import Tensor
+
+CONFIG: dict[str, Any] = {"timeout": 10.0, "quorum_timeout": 10.0}
+
+
+class MemoryLighthouse:
+    """Coordinator in memory: a quorum is complete when all living replicas have asked."""
+
+    def __init__(self, *alive: str) -> None:
+        self.alive = set(alive)
+        self._changed = threading.Condition()
+        self._asked: dict[str, Member] = {}
+        self._rounds: list[list[Member]] = []
+
+    def set_alive(self, *names: str) -> None:
+        with self._changed:
+            self.alive = set(names)
+            self._asked = {name: one for name, one in self._asked.items() if name in names}
+            self._complete()
+
+    def coordinator(self, _settings: Settings) -> Any:
+        return SimpleNamespace(quorum=self._quorum, close=lambda: None)
+
+    def _quorum(self, member: Member, seconds: float, stops: Callable[[], bool]) -> Sequence[Member] | None:
+        with self._changed:
+            round_ = len(self._rounds)
+            self._asked[member.name] = member
+            self._complete()
+            if not self._changed.wait_for(lambda: len(self._rounds) > round_ or stops(), seconds):
+                raise TrainingError("no quorum")
+            if len(self._rounds) == round_:
+                return None
+            return self._rounds[round_]
+
+    def _complete(self) -> None:
+        if self.alive and self._asked.keys() >= self.alive:
+            self._rounds.append(sorted(self._asked.values(), key=lambda one: one.name))
+            self._asked = {}
+            self._changed.notify_all()
+
+
+@dataclass
+class State:
+    """State of a replica: a tensor, and the number of steps."""
+
+    tensor: Tensor
+    step: int = 0
+    taken: list[int] = field(default_factory=list)
+    stopping: bool = False
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"tensor": self.tensor}
+
+    def values(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def stops(self) -> bool:
+        return self.stopping
+
+    def take(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.step = values["step"]
+        self.tensor.copy_(tensors["tensor"])
+        self.taken.append(self.step)
+
+
+class Fleet:
+    """Replicas in threads, each with a state."""
+
+    def __init__(self, directory: Path, *names: str, **config: Any) -> None:
+        self.lighthouse = MemoryLighthouse(*names)
+        self._token = directory / "token"
+        self._token.write_text("a secret of the job")
+        self._config = CONFIG | config
+        self.replicas: dict[str, TorchFTReplicas] = {}
+        self.states: dict[str, State] = {}
+        for index, name in enumerate(names):
+            self.add(name, float(index))
+
+    def add(self, name: str, value: float = -1.0, token: str | None = None, ranks: int = 1) -> None:
+        environ = {
+            "D9D_TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1",
+            "D9D_TORCHFT_REPLICA": name,
+            "D9D_TORCHFT_TOKEN_FILE": str(self._token),
+        }
+        if token is not None:
+            environ["D9D_TORCHFT_TOKEN_FILE"] = str(self._token.with_name("other"))
+            self._token.with_name("other").write_text(token)
+        topology: Any = SimpleNamespace(
+            rank=0, world_size=ranks, device=torch.device("cpu"), axes_group=lambda *_axes: None
+        )
+        config = TorchFTConfig(**self._config)
+        self.replicas[name] = TorchFTReplicas(config, topology, environ, self.lighthouse.coordinator)
+        self.states[name] = State(torch.full((3,), value))
+
+    def each(self, call: Callable[[str], Any], *names: str) -> dict[str, Any]:
+        """Results of a call for some replicas, in threads."""
+        chosen = names or tuple(sorted(self.lighthouse.alive))
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            return dict(zip(chosen, pool.map(call, chosen), strict=True))
+
+    def meet(self, name: str) -> Attempt:
+        attempt = self.replicas[name].meet(self.states[name].step, self.states[name])
+        assert attempt is not None
+        return attempt
+
+    def step(self, name: str) -> tuple[Attempt, float, bool]:
+        """Make an attempt in which each replica adds 1 to a sum; a committed step adds the sum to the state."""
+        attempt = self.meet(name)
+        numbers = [torch.ones(2), torch.ones(2, 2, dtype=torch.float64), torch.tensor(3), torch.zeros(0)]
+        self.replicas[name].reduce(numbers, "sum")
+        largest = torch.tensor([attempt.index])
+        self.replicas[name].reduce([largest], "max")
+        committed = self.replicas[name].commit()
+        if committed:
+            assert numbers[1].unique().tolist() == [attempt.count]
+            assert numbers[2].item() == 3 * attempt.count
+            assert largest.item() == attempt.count - 1
+            self.states[name].tensor += numbers[0].sum()
+            self.states[name].step += 1
+        return attempt, numbers[0][0].item(), committed
+
+    def close(self) -> None:
+        for replica in self.replicas.values():
+            replica.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Any:
+    made = Fleet(tmp_path, "a", "b", "c")
+    yield made
+    made.close()
+
+
+def test_replicas_heal_at_the_start_sum_and_go_on_without_a_lost_one_which_comes_back(fleet: Fleet) -> None:
+    for step in range(2):
+        found = fleet.each(fleet.step)
+        assert {value for _, value, _ in found.values()} == {3.0}
+        assert [attempt.source for attempt, _, _ in found.values()] == ([None, "a", "a"] if step == 0 else [None] * 3)
+        assert [attempt.index for attempt, _, _ in found.values()] == [0, 1, 2]
+        assert len({attempt.key for attempt, _, _ in found.values()}) == 1
+    assert {tuple(state.tensor.tolist()) for state in fleet.states.values()} == {(12.0, 12.0, 12.0)}
+
+    # One dies after it has met: nobody commits; the others repeat the step, and later it takes their state.
+    fleet.each(fleet.meet)
+    fleet.replicas["b"].close()
+    fleet.lighthouse.set_alive("a", "c")
+
+    def finish(name: str) -> bool:
+        fleet.replicas[name].reduce([torch.ones(2)], "sum")
+        return fleet.replicas[name].commit()
+
+    assert fleet.each(finish) == {"a": False, "c": False}
+    assert [fleet.states[name].step for name in "ac"] == [2, 2]
+    found = fleet.each(fleet.step)
+    assert [(attempt.replicas, value, committed) for attempt, value, committed in found.values()] == [
+        (("a", "c"), 2.0, True)
+    ] * 2
+
+    fleet.lighthouse.set_alive("a", "b", "c")
+    fleet.add("b")
+    found = fleet.each(fleet.step)
+    assert found["b"][0].source == "a"
+    assert fleet.states["b"].taken == [3]
+    assert {value for _, value, _ in found.values()} == {3.0}
+    assert {tuple(state.tensor.tolist()) for state in fleet.states.values()} == {(22.0, 22.0, 22.0)}
+    assert {state.step for state in fleet.states.values()} == {4}
+
+
+def test_a_replica_that_dies_between_the_quorum_and_the_connection_is_noticed_at_once(fleet: Fleet) -> None:
+    fleet.each(fleet.step)
+    # It asks for the quorum, and is gone when the others want to connect.
+    fleet.add("b")
+    gone = fleet.replicas["b"]
+
+    def ask_in_vain() -> None:
+        with pytest.raises(TrainingError, match="killed"):
+            fleet.meet("b")
+
+    ask = threading.Thread(target=ask_in_vain)
+    original = fleet.lighthouse._quorum
+
+    def quorum(member: Member, seconds: float, stops: Callable[[], bool]) -> Sequence[Member] | None:
+        found = original(member, seconds, stops)
+        if member.name == "b":
+            assert gone._opened is not None
+            gone._opened.server.close()
+            fleet.lighthouse.set_alive("a", "c")
+            raise TrainingError("killed")
+        return found
+
+    fleet.lighthouse._quorum = quorum  # type: ignore[method-assign]
+    ask.start()
+    found = fleet.each(fleet.step, "a", "c")
+    ask.join()
+    assert [(attempt.replicas, committed) for attempt, _, committed in found.values()] == [(("a", "c"), True)] * 2
+
+
+def test_a_replica_with_another_token_or_size_or_the_same_name_is_refused(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a")
+    fleet.each(fleet.step)
+    fleet.lighthouse.set_alive("a", "b")
+    fleet.add("b", token="another secret of a job")
+
+    def refused(name: str) -> str:
+        with pytest.raises(TrainingError) as caught:
+            fleet.meet(name)
+        return str(caught.value)
+
+    assert all("cannot take part: it has another token" in text for text in fleet.each(refused).values())
+    fleet.lighthouse.set_alive("b")
+    fleet.add("b", ranks=2)
+    assert "replica 'b' has 1 ranks, this one 2; start all replicas with the same mesh" in refused("b")
+    fleet.close()
+
+    fleet = Fleet(tmp_path, "a")
+    first = fleet.replicas["a"]
+    fleet.each(fleet.step)
+    other = Member("a", "another process", 3, "", 0, "127.0.0.1:1", ("127.0.0.1:1",))
+    fleet.lighthouse.coordinator = lambda _: None  # type: ignore[method-assign, return-value, assignment]
+    assert first._opened is not None
+    first._opened.coordinator = SimpleNamespace(quorum=lambda *_: [other], close=lambda: None)  # type: ignore[assignment]
+    assert "another process is the replica 'a'" in refused("a")
+    fleet.close()
+
+
+def test_too_few_replicas_are_an_error_after_a_while(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", min_replicas=2, quorum_timeout=0.3)
+    with pytest.raises(TrainingError, match=r"1 of 2 replicas \(min_replicas\) came within 0.3 s"):
+        fleet.meet("a")
+    fleet.close()
+
+
+def test_a_replica_alone_needs_no_group(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a")
+    assert [fleet.step("a")[1:] for _ in range(3)] == [(1.0, True)] * 3
+    assert fleet.replicas["a"]._group is None
+    fleet.close()
+
+
+def test_nothing_is_opened_before_the_first_meeting_and_missing_settings_are_an_error() -> None:
+    topology: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), axes_group=lambda *_: None)
+    replicas = TorchFTReplicas(TorchFTConfig(), topology, {})
+    replicas.close()
+    with pytest.raises(JobError, match="D9D_TORCHFT_LIGHTHOUSE"):
+        replicas.meet(0, State(torch.zeros(1)))
+
+
+def test_without_torchft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchft.coordination", None)
+    with pytest.raises(JobError, match=r"install it: pip install 'torchft==0.2"):
+        Lighthouse("http://127.0.0.1:1", "a")
+
+
+def test_a_call_in_a_thread_returns_its_value_and_raises_its_error() -> None:
+    assert waited(lambda: 5, lambda: True) == 5
+    with pytest.raises(ZeroDivisionError):
+        waited(lambda: 1 // 0, lambda: False)
+    goes_on = threading.Event()
+    assert waited(goes_on.wait, lambda: True) is None
+    goes_on.set()
+
+
+def test_a_replica_that_is_asked_to_stop_waits_for_the_others_no_longer(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", min_replicas=2, quorum_timeout=30.0)
+    state = fleet.states["a"]
+    timer = threading.Timer(0.3, lambda: setattr(state, "stopping", True))
+    timer.start()
+    assert fleet.replicas["a"].meet(0, state) is None
+    fleet.close()

@@ -1,0 +1,44 @@
+"""Settings of a replica come from the environment, with one line for each mistake."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import JobError
+from d9d_torchft.settings import Settings, address_of
+
+
+def test_settings_are_read_and_the_token_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a secret of enough bytes\n")
+    environ = {
+        "D9D_TORCHFT_LIGHTHOUSE": "http://10.0.0.1:29510",
+        "D9D_TORCHFT_REPLICA": "rack-1.a",
+        "D9D_TORCHFT_TOKEN_FILE": str(tmp_path / "token"),
+    }
+    found = Settings.of(environ)
+    assert (found.lighthouse, found.replica) == ("http://10.0.0.1:29510", "rack-1.a")
+    assert found.token == b"a secret of enough bytes"
+    assert "secret" not in repr(found)
+
+
+def test_missing_and_wrong_settings_are_all_reported(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("short")
+    with pytest.raises(JobError) as caught:
+        Settings.of({"D9D_TORCHFT_LIGHTHOUSE": "10.0.0.1", "D9D_TORCHFT_TOKEN_FILE": str(tmp_path / "token")})
+    lines = str(caught.value).splitlines()
+    assert "d9d torchft run" in lines[0]
+    assert [line.split()[0].rstrip(":") for line in lines[1:]] == [
+        "D9D_TORCHFT_LIGHTHOUSE", "D9D_TORCHFT_REPLICA", "D9D_TORCHFT_TOKEN_FILE",
+    ]  # fmt: skip
+    assert "has 5 bytes; write at least 16" in lines[3]
+    with pytest.raises(JobError, match="TOKEN_FILE: '' cannot be read .*; name a file with a secret"):
+        Settings.of({})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are resolved on Linux only")
+def test_an_interface_becomes_its_address() -> None:
+    assert address_of(None) == address_of("lo") == "127.0.0.1"
+    with pytest.raises(JobError, match=r"interface 'nothing0' has no IPv4 address .*; name one of .*lo"):
+        address_of("nothing0")

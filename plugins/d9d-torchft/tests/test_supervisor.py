@@ -1,0 +1,112 @@
+"""The supervisor restarts replicas that die, and ends with the status of the job; here with tiny processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import JobError, LaunchError
+from d9d_torchft import supervisor
+from d9d_torchft.commands.run import run
+from d9d_torchft.supervisor import LighthouseProcess, Supervisor
+
+
+@pytest.fixture(autouse=True)
+def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
+    """A process instead of a lighthouse."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> LighthouseProcess:
+        started.append(subprocess.Popen(["sleep", "60"], text=True))
+        return LighthouseProcess(started[-1], "http://127.0.0.1:5")
+
+    monkeypatch.setattr(supervisor, "started_lighthouse", start)
+    yield started
+    assert all(process.poll() is not None for process in started)
+
+
+def supervised(script: str, restarts: int = 2, names: tuple[str, ...] = ("0", "1")) -> tuple[int, list[str]]:
+    """Run replicas with a script, whose ``sys.argv[1]`` is the replica's name; return the status and the lines."""
+    lines: list[str] = []
+    made = Supervisor(lambda name: [sys.executable, "-c", script, name], names, restarts, lines.append)
+    status = made.run()
+    assert all(one.process.poll() is not None for one in made.replicas.values())
+    return status, lines
+
+
+def test_a_replica_that_dies_is_started_again_with_its_settings(tmp_path: Path) -> None:
+    script = f"""
+import os, pathlib, signal, sys, time
+token = pathlib.Path(os.environ["D9D_TORCHFT_TOKEN_FILE"])
+print(os.environ["D9D_TORCHFT_REPLICA"], os.environ["D9D_TORCHFT_LIGHTHOUSE"], oct(token.stat().st_mode)[-3:],
+    len(token.read_text()), flush=True)
+mark = pathlib.Path({str(tmp_path)!r}, "died")
+if sys.argv[1] == "1" and not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+while not mark.exists():
+    time.sleep(0.01)
+time.sleep(0.5)
+"""
+    status, lines = supervised(script)
+    assert status == 0
+    assert lines.count("1: 1 http://127.0.0.1:5 600 64") == 2
+    assert lines.count("0: 0 http://127.0.0.1:5 600 64") == 1
+    assert "1 was killed by SIGKILL; restart 1 of 2" in lines
+
+
+def test_too_many_restarts_and_errors_in_the_job_end_the_run() -> None:
+    status, lines = supervised("import sys; sys.exit(5)", restarts=1, names=("0",))
+    assert status == 1
+    assert lines == ["0 ended with status 5; restart 1 of 1"]
+    status, lines = supervised("import sys, time; sys.exit(2) if sys.argv[1] == '0' else time.sleep(60)")
+    assert status == 2
+    assert lines == ["a replica ended with an error in the job; all replicas end"]
+
+
+def test_a_stop_reaches_all_replicas_which_may_save() -> None:
+    script = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(75)))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    lines: list[str] = []
+    made = Supervisor(lambda _name: [sys.executable, "-c", script], ["0", "1"], 5, lines.append)
+
+    def stop() -> None:
+        while len(lines) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    assert made.run() == 75
+    assert {"0: saved", "1: saved"} <= set(lines)
+
+
+def test_a_lost_lighthouse_ends_the_run(lighthouse: list[subprocess.Popen[str]]) -> None:
+    def kill() -> None:
+        while not lighthouse:
+            time.sleep(0.01)
+        lighthouse[0].kill()
+
+    threading.Thread(target=kill).start()
+    with pytest.raises(LaunchError, match="the lighthouse has died; start the command again"):
+        supervised("import time; time.sleep(60)")
+
+
+def test_a_job_without_the_strategy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(
+        '{"steps": 1, "model": "toy_model", "data": "toy_data", "task": "toy_task", "optimizer": "toy_optimizer"}'
+    )
+    import d9d_testing.toy.plugin as toy
+
+    with pytest.raises(JobError, match="the strategy torchft is missing; add it, such as --set"):
+        run(tmp_path / "job.json", 2, 1, [], [Path(toy.__file__)])
