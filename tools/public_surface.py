@@ -84,7 +84,7 @@ DECLARED = (
     *("d9d_data.library.pooling", "d9d_data.library.sharding"),
     *("d9d_fp8.config", "d9d_fp8.strategy"),
     *("d9d_aim.config", "d9d_deepep.config", "d9d_mlflow.config", "d9d_tensorboard.config", "d9d_wandb.config"),
-    *("d9d_kubernetes.config", "d9d_slurm.config"),
+    *("d9d_kubernetes.config", "d9d_ray.config", "d9d_skypilot.config", "d9d_slurm.config"),
     *("d9d_gemma.config", "d9d_gemma.hugging_face", "d9d_gemma.model"),
     *("d9d_llama.config", "d9d_llama.hugging_face", "d9d_llama.model", "d9d_local_sgd.config"),
     *("d9d_transformers.build", "d9d_transformers.config", "d9d_transformers.hugging_face"),
