@@ -47,7 +47,7 @@ class Causes:
         self._file.unlink(missing_ok=True)
 
     def ends_for_good(self, error: Exception) -> bool:
-        """Print the failure of this rank, and say whether a restart would repeat it, or that of another rank."""
+        """Print the failure of this rank; return whether a restart would repeat the failure of any rank."""
         if not self._file.exists() and not all_causes(self._folder):  # no rank had reported: the ranks had not joined
             self.failed(Failure.of(error))
         if self._failure is not None:

@@ -96,8 +96,8 @@ class RayLauncher:
             return Submission(files={file: order.text()}, command=driver)
         if self._config.export:
             raise LaunchError(
-                "export: Ray's job server would store the values for everybody who can see it; set the variables on "
-                "the machines of the cluster, and leave out --option export"
+                "export: Ray's job server would show the values to all users of the cluster; set the variables on the "
+                "machines of the cluster, and leave out --option export"
             )
         address = ("--address", self._config.address) if self._config.address else ()
         patience = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_GRACE)}})

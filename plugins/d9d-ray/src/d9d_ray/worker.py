@@ -59,7 +59,8 @@ def train_rank(values: Mapping[str, Any]) -> int:
     folder = Path(order.folder)
     if fails_for_good(folder):
         return EXIT_FAILED  # ranks that waited for the one that failed died with the start before this one
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # each report would be a line of the log of each rank
+    # Python's default, instead of Ray's INFO, at which each report is a line of the log for each rank.
+    logging.getLogger().setLevel(logging.WARNING)
     os.chdir(order.working_directory)
     env = _environment(context)
     causes = Causes(folder, env.rank)
@@ -222,7 +223,7 @@ class Reports(Subscribes):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._saves.put(None)  # after an error nobody waits: other ranks may never report
+        self._saves.put(None)  # no wait after an error: other ranks may never report
 
 
 def _report(values: Mapping[str, Any]) -> None:

@@ -178,7 +178,7 @@ class LauncherSuite(ComponentSuite):
         assert any("no_such_option" in location for location in named), f"the error names {named}"
 
     def test_malformed_identifiers_reach_no_command(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The identifier comes from a file that somebody may have changed."""
+        """The identifier comes from a file that other programs may change."""
         stand_ins = self.stand_ins(tmp_path)
         stand_ins.first_in_path(monkeypatch)
         monkeypatch.chdir(tmp_path)
