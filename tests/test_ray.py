@@ -27,7 +27,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def environ() -> Iterator[dict[str, str]]:
-    """Environment variables for commands of Ray: its files are in a scratch folder, and it calls nobody."""
+    """Environment variables for commands of Ray: its files are in a scratch folder, and it sends no statistics."""
     if (reason := make("ray")) is not None:
         pytest.skip(f"Ray is not tested: {reason}")
     folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # paths of sockets have at most 107 characters
@@ -144,7 +144,7 @@ def wait_for(condition: Callable[[], bool], what: Callable[[], str], seconds: fl
 
 
 def workers(environ: dict[str, str]) -> list[int]:
-    """Processes of the workers, in the order of their start; those of other clusters have another HOME."""
+    """Processes of the workers, in the order of their start; workers of other clusters have another HOME."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -253,5 +253,5 @@ def test_a_cancelled_run_of_a_job_server_saves(cluster: Cluster, tmp_path: Path)
     assert job.end()["status"] == 75
     step = json.loads((job.run / "stopped.json").read_text())["step"]
     text = job.status()
-    assert "stopped (STOPPED; status 75" in text
+    assert "stopped (was stopped; status 75" in text
     assert f"stopped by d9d launch cancel after step {step} of 100000, and saved" in text

@@ -134,21 +134,33 @@ def test_a_missing_ray_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("word", "end", "state", "detail", "status"),
+    ("said", "end", "state", "detail", "status"),
     [
-        ("PENDING", None, "waiting", "PENDING", None),
-        ("RUNNING", None, "running", "RUNNING", None),
-        ("STOPPED", {"status": 75}, "failed", "STOPPED; status 75", 75),
-        ("STOPPED", None, "cancelled", "STOPPED", None),
-        ("SUCCEEDED", {"status": 0, "reported": 40}, "finished", "SUCCEEDED; status 0, reported step 40", 0),
-        ("FAILED", {"status": 2, "cause": "error: a\nno data"}, "failed", "FAILED; status 2: no data", 2),
-        ("FAILED", None, "failed", "FAILED", None),
+        ("Status for job 'raysubmit_1': PENDING", None, "waiting", "PENDING", None),
+        ("Status for job 'raysubmit_1': RUNNING\nStatus message: Job failed", None, "running", "RUNNING", None),
+        ("Job 'raysubmit_1' was stopped", {"status": 75}, "failed", "was stopped; status 75", 75),
+        ("Job 'raysubmit_1' was stopped", None, "cancelled", "was stopped", None),
+        (
+            "SUCC cli.py:67 -- \x1b[32mJob 'raysubmit_1' succeeded\x1b[39m",
+            {"status": 0, "reported": 40},
+            "finished",
+            "succeeded; status 0, reported step 40",
+            0,
+        ),
+        (
+            "Job 'raysubmit_1' failed\nStatus message: ...",
+            {"status": 2, "cause": "error: a\nno data"},
+            "failed",
+            "failed; status 2: no data",
+            2,
+        ),
+        ("Job 'raysubmit_1' failed", None, "failed", "failed", None),
     ],
 )
 def test_the_state_of_a_job_of_the_server_is_told_with_the_lines_of_the_run(
-    tmp_path: Path, ray: StandIns, word: str, end: dict[str, Any] | None, state: str, detail: str, status: int | None
+    tmp_path: Path, ray: StandIns, said: str, end: dict[str, Any] | None, state: str, detail: str, status: int | None
 ) -> None:
-    ray.answer("ray", "job", "status", text=f"Status for job 'raysubmit_1': {word}\nStatus message: ...")
+    ray.answer("ray", "job", "status", text=f"2026-11-28 21:17:40,972 {said}")
     own = "\x1b[36m(RayTrainWorker pid=12)\x1b[0m step 1\n(RayTrainWorker pid=12, ip=10.0.0.2) step 2"
     ray.answer("ray", "job", "logs", text=f"{own}\n(raylet) noise")
     if end is not None:
@@ -163,8 +175,11 @@ def test_a_running_job_of_the_server_is_stopped_and_an_ended_one_is_told(ray: St
     ray.answer("ray", "job", "status", text="Status for job 'raysubmit_1': RUNNING")
     assert "save and stop" in launcher.cancel("job/raysubmit_1")
     assert ray.calls()[-1] == ["ray", "job", "stop", "--address", SERVER, "--no-wait", "raysubmit_1"]
-    ray.answer("ray", "job", "status", text="Job 'raysubmit_1' failed\nStatus: FAILED")
+    ray.answer("ray", "job", "status", text="Job 'raysubmit_1' failed")
     with pytest.raises(LaunchError, match="job raysubmit_1 of Ray is failed"):
+        launcher.cancel("job/raysubmit_1")
+    ray.answer("ray", "job", "status", text="an answer of another release")
+    with pytest.raises(LaunchError, match="the answer has no status: 'an answer of another release"):
         launcher.cancel("job/raysubmit_1")
     ray.answer("ray", "job", "status", text="connection refused", status=1)
     with pytest.raises(LaunchError, match="ray job status: connection refused"):

@@ -63,7 +63,7 @@ class StandIns:
         self._answers.write_text(json.dumps(answers))
 
     def calls(self, command: str | None = None) -> list[list[str]]:
-        """Names and arguments of all calls, in their order, or those of one command."""
+        """Names and arguments of all calls, in their order; with ``command``, only of the calls of this command."""
         if not self._calls.exists():
             return []
         calls = [json.loads(line) for line in self._calls.read_text().splitlines()]

@@ -34,9 +34,9 @@ _OWN = re.compile(r"^(?:\x1b\[\d+m)*\((?:RayTrainWorker|d9d) pid=\d+(?:, ip=[^)]
 _JOB_STATES: dict[str, LaunchState] = {
     "PENDING": "waiting",
     "RUNNING": "running",
-    "STOPPED": "cancelled",
-    "SUCCEEDED": "finished",
-    "FAILED": "failed",
+    "was stopped": "cancelled",
+    "succeeded": "finished",
+    "failed": "failed",
 }
 
 
@@ -189,13 +189,12 @@ class RayLauncher:
             if "does not exist" not in str(error):
                 raise
             return "unknown", "Ray no longer knows the job"
-        found = re.search(
-            rf"'{re.escape(name)}'[^\n]*?\b({'|'.join(_JOB_STATES)})\b|\b({'|'.join(_JOB_STATES)})\b", text
-        )
+        said = re.sub(r"\x1b\[[\d;]*m", "", text)
+        ended = re.search(rf"Job '{re.escape(name)}' (succeeded|failed|was stopped)", said)
+        found = ended or re.search(rf"Status for job '{re.escape(name)}': (\w+)", said)
         if found is None:
-            return "unknown", text.strip()[-200:]
-        word = found[1] or found[2]
-        return _JOB_STATES[word], word
+            raise LaunchError(f"ray job status {name}: the answer has no status: {said.strip()[-300:]!r}")
+        return _JOB_STATES.get(found[1], "unknown"), found[1]
 
     def _job_status(self, name: str, folder: Path, lines: int) -> EngineStatus:
         state, detail = self._job_state(name)
