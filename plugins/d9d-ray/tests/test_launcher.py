@@ -23,7 +23,7 @@ from d9d_ray import driver
 from d9d_ray.config import RayConfig
 from d9d_ray.driver import cluster_of
 from d9d_ray.launcher import RayLauncher
-from d9d_ray.order import END, LOG, ORDER, STOP, Order
+from d9d_ray.order import END, LOG, ORDER, STOP, TRAINS, Order
 from d9d_testing.stand_ins import StandIns
 from pydantic import ValidationError
 
@@ -210,7 +210,10 @@ def test_a_driver_is_asked_to_stop_by_sigterm_and_another_process_of_its_number_
         launcher = RayLauncher(RayConfig())
         with pytest.raises(LaunchError, match="is no driver"):
             launcher.cancel(f"process/{platform.node()}/{other.pid}")
-        assert launcher.status(f"process/{platform.node()}/{ours.pid}", tmp_path, 1).state == "running"
+        name = f"process/{platform.node()}/{ours.pid}"
+        assert launcher.status(name, tmp_path, 1).state == "waiting"
+        (tmp_path / TRAINS).touch()
+        assert launcher.status(name, tmp_path, 1).state == "running"
         assert "save and stop" in launcher.cancel(f"process/{platform.node()}/{ours.pid}")
         assert ours.wait(30) == 75
         assert other.poll() is None
@@ -243,11 +246,43 @@ def test_the_driver_writes_its_end_and_sigterm_becomes_a_file(
             assert time.monotonic() < until
         return 75, "", 12
 
+    (request.folder / TRAINS).touch()
     monkeypatch.setattr(driver, "_run", runs)
     assert driver.main([(request.folder / ORDER).as_uri()], environ) == 75
     assert json.loads((request.folder / END).read_text()) == {"status": 75, "cause": "", "reported": 12}
     assert driver.main([(tmp_path / "absent").as_uri()], environ) == 2
     assert "all machines must share run.dir" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_driver_that_waits_for_machines_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray that never finds machines is a module of the test."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text(
+        "import os, signal, time\ndef init(**_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)\n"
+    )
+    names = "CheckpointConfig = FailureConfig = RunConfig = ScalingConfig = DataParallelTrainer = None\n"
+    for folder in ("train", "train/v2", "train/v2/api"):
+        (tmp_path / "ray" / folder).mkdir()
+        (tmp_path / "ray" / folder / "__init__.py").write_text(names)
+    (tmp_path / "ray/train/v2/api/data_parallel_trainer.py").write_text(names)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    request = request_in(tmp_path)
+    order_of(RayConfig(), request)
+    began = time.monotonic()
+    try:
+        assert driver.main([(request.folder / ORDER).as_uri()], {}) == 75
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+            del sys.modules[name]
+    assert time.monotonic() - began < 50
+    end = json.loads((request.folder / END).read_text())
+    assert (end["status"], end["cause"]) == (
+        75,
+        "cancelled while no worker trained; the newest checkpoint is as it was",
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from d9d_core.errors import D9dError
 from d9d_core.launcher import EXIT_FAILED, EXIT_STOPPED
 
 from d9d_ray.causes import all_causes, fails_for_good
-from d9d_ray.order import END, STOP, Order, write_values
+from d9d_ray.order import END, STOP, TRAINS, Order, write_values
 
 #: Bytes of Ray's object store of a new cluster; the training stores no objects.
 _STORE = 100 * 2**20
@@ -29,6 +29,10 @@ _SETTINGS = {
 }
 
 
+class CancelledError(Exception):
+    """Request to stop that arrived while no worker trained, so there is nothing to wait for."""
+
+
 def main(arguments: list[str], environ: MutableMapping[str, str] = os.environ) -> int:
     """Run the driver; return the exit status, which is also written into the folder of the submission."""
     try:
@@ -37,7 +41,7 @@ def main(arguments: list[str], environ: MutableMapping[str, str] = os.environ) -
         _say(f"error: {error}")
         return EXIT_FAILED
     folder = Path(order.folder)
-    stop = _stop_by_sigterm(folder / STOP)
+    stop = _stop_by_sigterm(folder)
     for name, value in {**_SETTINGS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(order.startup)}.items():
         environ.setdefault(name, value)
     status, cause, reported = _run(order, environ, stop)
@@ -48,20 +52,17 @@ def main(arguments: list[str], environ: MutableMapping[str, str] = os.environ) -
 
 def _run(order: Order, environ: Mapping[str, str], stop: Callable[[], None]) -> tuple[int, str, int | None]:
     """Exit status, the cause of a failure, and the step of the last report to Ray."""
-    folder = Path(order.folder)
+    folder, end = Path(order.folder), ExitStack()
     try:
         import ray
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-    except ImportError as error:
-        return EXIT_FAILED, f"Ray Train cannot be imported: {error}; pip install 'ray[train]>=2.60'", None
-    from d9d_ray.worker import train_rank
 
-    try:
+        from d9d_ray.worker import train_rank
+
         ray.init(**cluster_of(order, environ))
+        end.callback(ray.shutdown)
         stop()  # again, because ray.init replaces handlers of signals
-        if (folder / STOP).exists():
-            return EXIT_STOPPED, "cancelled before the training began", None
         trainer = DataParallelTrainer(
             train_rank,
             train_loop_config=dict(order.values()),
@@ -77,13 +78,15 @@ def _run(order: Order, environ: Mapping[str, str], stop: Callable[[], None]) -> 
             ),
         )
         result = trainer.fit()
+    except CancelledError as error:
+        return EXIT_STOPPED, str(error), None
+    except ImportError as error:
+        return EXIT_FAILED, f"Ray Train cannot be imported: {error}; pip install 'ray[train]>=2.60'", None
     except Exception as error:
-        if (folder / STOP).exists() and not all_causes(folder):
-            return EXIT_STOPPED, "cancelled before the training began", None
         return EXIT_FAILED if fails_for_good(folder) else 1, _cause(folder, str(error)), None
     finally:
         with suppress(Exception):  # how the training ended is known
-            ray.shutdown()
+            end.close()
     status, reported = result.return_value, (result.metrics or {}).get("step")
     if type(status) is not int:
         return 1, _cause(folder, "the training function returned no status"), reported
@@ -97,8 +100,8 @@ def cluster_of(order: Order, environ: Mapping[str, str]) -> dict[str, Any]:
         order: order of the run.
         environ: environment variables of the driver.
 
-    Raises:
-        KeyError: never; variables of ``export`` that are not set are left out.
+    Returns:
+        Arguments; variables of ``export`` that are not set are left out.
     """
     address = order.address or environ.get("RAY_ADDRESS") or "local"
     if address.startswith(("http://", "https://")):
@@ -116,12 +119,18 @@ def cluster_of(order: Order, environ: Mapping[str, str]) -> dict[str, Any]:
     return arguments
 
 
-def _stop_by_sigterm(stop: Path) -> Callable[[], None]:
-    """Make SIGTERM write the request to stop, which workers look for; return the function that does so again."""
+def _stop_by_sigterm(folder: Path) -> Callable[[], None]:
+    """Make SIGTERM write the request to stop, which workers look for; return the function that does so again.
+
+    If no worker trains, such as while Ray waits for machines, the handler raises :class:`CancelledError`.
+    """
 
     def request(*_: object) -> None:
+        again = (folder / STOP).exists()
         with suppress(OSError):
-            stop.touch()
+            (folder / STOP).touch()
+        if not again and not (folder / TRAINS).exists():
+            raise CancelledError("cancelled while no worker trained; the newest checkpoint is as it was")
 
     def handle() -> None:
         signal.signal(signal.SIGTERM, request)

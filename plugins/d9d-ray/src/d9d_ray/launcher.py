@@ -19,7 +19,7 @@ from d9d_core.launcher import EXIT_FINISHED, EngineStatus, LaunchRequest, Launch
 
 from d9d_ray.causes import clear_causes
 from d9d_ray.config import RayConfig
-from d9d_ray.order import END, LOG, ORDER, STOP, Order
+from d9d_ray.order import END, LOG, ORDER, STOP, TRAINS, Order
 
 #: Seconds within which Ray's job server must answer.
 _PATIENCE = 120
@@ -114,7 +114,7 @@ class RayLauncher:
             LaunchError: the job server refused the job.
         """
         folder = next(iter(submission.files)).parent
-        for name in (END, STOP):
+        for name in (END, STOP, TRAINS):
             (folder / name).unlink(missing_ok=True)
         clear_causes(folder)
         if submission.command[0] == "ray":
@@ -144,7 +144,8 @@ class RayLauncher:
             state: LaunchState = "finished" if end["status"] == EXIT_FINISHED else "failed"
             return EngineStatus(state=state, detail=_detail(end), log=log, exit_status=end["status"])
         if _runs(name):
-            return EngineStatus(state="running", detail=f"driver is process {name} of {_host()}", log=log)
+            state = "running" if (folder / TRAINS).exists() else "waiting"
+            return EngineStatus(state=state, detail=f"driver is process {name} of {_host()}", log=log)
         if not (folder / LOG).exists():
             return EngineStatus(state="unknown", detail=f"process {name} is no driver of this run")
         return EngineStatus(state="failed", detail=f"driver, process {name}, was killed", log=log)

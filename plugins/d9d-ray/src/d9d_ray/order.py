@@ -13,6 +13,8 @@ from d9d_core.errors import JobError
 
 #: Files in the folder of a submission: the order, the driver's log, its end, and the request to stop.
 ORDER, LOG, END, STOP = "ray.json", "ray.log", "ray-end.json", "ray-stop"
+#: File that exists while the workers train.
+TRAINS = "ray-trains"
 #: File in Ray's own checkpoint, with the step and the path of d9d's checkpoint.
 POINTER = "d9d-checkpoint.json"
 

@@ -24,7 +24,7 @@ from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.supervision.failure import FailureReporter
 
 from d9d_ray.causes import Causes, fails_for_good
-from d9d_ray.order import POINTER, STOP, Order, write_values
+from d9d_ray.order import POINTER, STOP, TRAINS, Order, write_values
 
 if TYPE_CHECKING:
     from ray.train import TrainContext
@@ -66,11 +66,16 @@ def train_rank(values: Mapping[str, Any]) -> int:
     causes = Causes(folder, env.rank)
     causes.clear()
     try:
+        if env.rank == 0:
+            (folder / TRAINS).touch()
         status = _train(order, env, causes)
     except Exception as error:
         if causes.ends_for_good(error):
             return EXIT_FAILED
         raise
+    finally:
+        if env.rank == 0:
+            (folder / TRAINS).unlink(missing_ok=True)
     if status == EXIT_STOPPED and not (folder / STOP).exists():
         raise PreemptedError("stopped and saved because Ray takes a machine away; the run continues from this step")
     return status
