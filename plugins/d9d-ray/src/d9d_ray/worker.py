@@ -10,7 +10,8 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,9 @@ def train_rank(values: Mapping[str, Any]) -> int:
     folder = Path(order.folder)
     if fails_for_good(folder):
         return EXIT_FAILED  # ranks that waited for the one that failed died with the start before this one
-    # Python's default, instead of Ray's INFO, at which each report is a line of the log for each rank.
-    logging.getLogger().setLevel(logging.WARNING)
+    # Python's default, instead of Ray's INFO, at which each report is several lines of the log.
+    for name in (None, "ray.train"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     os.chdir(order.working_directory)
     env = _environment(context)
     causes = Causes(folder, env.rank)
@@ -85,10 +87,11 @@ def _train(order: Order, env: ProcessEnv, causes: Causes) -> int:
     job = load(order, env.world_size)
     reporter = FailureReporter(f"rank {env.rank} on {env.node}", causes)
     interrupts = Interrupts()
-    asked = lambda: _request(Path(order.folder) / STOP)  # noqa: E731
+    asked = partial(_request, Path(order.folder) / STOP)
     with (
         job.joined(env, reporter) as topology,
-        passed_on(asked, interrupts),
+        # One rank is enough, and rank 0 writes the cause into the run's directory.
+        passed_on(asked, interrupts) if topology.is_main else nullcontext(),
         Reports(_report) as reports,
     ):
         trainer = job.build(topology=topology, observers=[reports], interrupts=interrupts, owning=True)
