@@ -253,5 +253,5 @@ def test_a_cancelled_run_of_a_job_server_saves(cluster: Cluster, tmp_path: Path)
     assert job.end()["status"] == 75
     step = json.loads((job.run / "stopped.json").read_text())["step"]
     text = job.status()
-    assert "stopped (was stopped; status 75" in text
+    assert re.search(r": stopped \((RUNNING|was stopped); status 75", text), "the server may learn of the end later"
     assert f"stopped by d9d launch cancel after step {step} of 100000, and saved" in text

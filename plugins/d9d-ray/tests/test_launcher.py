@@ -139,6 +139,7 @@ def test_a_missing_ray_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, 
         ("Status for job 'raysubmit_1': PENDING", None, "waiting", "PENDING", None),
         ("Status for job 'raysubmit_1': RUNNING\nStatus message: Job failed", None, "running", "RUNNING", None),
         ("Job 'raysubmit_1' was stopped", {"status": 75}, "failed", "was stopped; status 75", 75),
+        ("Status for job 'raysubmit_1': RUNNING", {"status": 75}, "failed", "RUNNING; status 75", 75),
         ("Job 'raysubmit_1' was stopped", None, "cancelled", "was stopped", None),
         (
             "SUCC cli.py:67 -- \x1b[32mJob 'raysubmit_1' succeeded\x1b[39m",

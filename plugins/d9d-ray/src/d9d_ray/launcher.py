@@ -203,8 +203,8 @@ class RayLauncher:
         log: tuple[str, ...] = ()
         if lines and state != "unknown":
             log = _own_lines(self._ray("job", "logs", name).splitlines(), lines)
-        if end is not None and state != "running":
-            # A job that was stopped on request has saved; the server's word does not tell.
+        if end is not None:
+            # The server learns of the end some seconds later, and does not tell whether a stopped job has saved.
             return EngineStatus(
                 state="failed" if end["status"] != EXIT_FINISHED else "finished",
                 detail=f"{detail}; {_detail(end)}",
