@@ -54,11 +54,19 @@ class Cluster:
         self.environ = environ
         self.port, self.server_port = free_port(), free_port()
         self.start("--head", f"--port={self.port}", f"--dashboard-port={self.server_port}", "--include-dashboard=true")
+        # Before a further node starts, whose agent would compete with the head's for a port.
+        wait_for(self.takes_jobs, lambda: "the job server")
+        self.add()
 
     @property
     def server(self) -> dict[str, str]:
         """Environment variables of a machine that uses the job server."""
         return {**self.environ, "RAY_ADDRESS": f"http://127.0.0.1:{self.server_port}"}
+
+    def takes_jobs(self) -> bool:
+        """Whether the job server has found an agent that starts jobs, some seconds after its own start."""
+        command = [str(python_of("ray")), "-m", "ray.scripts.scripts", "job", "submit", "--no-wait", "--", "true"]
+        return subprocess.run(command, env=self.server, capture_output=True, check=False, timeout=120).returncode == 0
 
     def add(self) -> None:
         """Start a further node."""
@@ -77,7 +85,7 @@ class Cluster:
         """Announce that a node will be taken away: the one of a worker, but not the head, which is the cluster."""
         parents = {parent_of(worker) for worker in workers(self.environ)}
         raylets = [Path(f"/proc/{parent}/cmdline").read_text().split("\0") for parent in parents]
-        (words,) = [words for words in raylets if "--head" not in words]
+        words = next(words for words in raylets if "--head" not in words)  # both may be others
         (node,) = [word.partition("=")[2] for word in words if word.startswith("--node_id=")]
         options = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test", "--deadline-remaining-seconds=120"]
         self.ray("drain-node", f"--address=127.0.0.1:{self.port}", f"--node-id={node}", *options)
@@ -85,7 +93,8 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(environ: dict[str, str]) -> Iterator[Cluster]:
-    made = Cluster({**environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
+    more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.3"}
+    made = Cluster({**environ, **more})
     yield made
     for folder in Path("/proc").glob("[0-9]*"):  # ray stop would also end clusters of other people
         try:
@@ -120,7 +129,8 @@ class Submitted:
         return done.stdout + done.stderr
 
     def status(self, status: int = 0) -> str:
-        return self.d9d("launch", "status", "job.yaml", "--lines", "100", status=status)
+        # Nodes of one machine share a folder of logs, so that a line comes once for each node.
+        return self.d9d("launch", "status", "job.yaml", "--lines", "1000", status=status)
 
     def log(self) -> str:
         file = self.run / "launch" / "ray.log"
@@ -231,13 +241,12 @@ def test_an_error_of_the_job_is_told_and_not_restarted(environ: dict[str, str], 
 def test_a_run_of_a_job_server_continues_after_a_preemption_and_ends_with_equal_bits(
     cluster: Cluster, tmp_path: Path, undisturbed: Path
 ) -> None:
-    cluster.add()
+    cluster.add()  # for the worker of the preempted node
     job = Submitted(cluster.server, tmp_path)
     assert job.id.startswith("job/raysubmit_")
     job.wait_for_step(50)
-    assert "running (RUNNING)" in job.status()
-    cluster.add()
     cluster.preempt()
+    assert "running (RUNNING)" in job.status()
     assert job.end() == {"status": 0, "cause": "", "reported": 400}
     text = job.status()
     stopped = re.search(r"a preemption: stopped after step (\d+) of 400 and saved", text)
