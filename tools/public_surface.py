@@ -58,6 +58,9 @@ FOR_SUITES = (
     "d9d_engine.distributed.simulate",
     "d9d_engine.step.metrics",
     "d9d_engine.trackers.hub",
+    "d9d_launch.record",
+    "d9d_launch.report",
+    "d9d_launch.submit",
 )
 
 
@@ -76,6 +79,7 @@ DECLARED = (
     *(module for package in FOUNDATION for module in declared_in(package)),
     *("d9d_inference.config", "d9d_inference.evaluation.library", "d9d_inference.evaluation.result"),
     *("d9d_inference.generation.config", "d9d_inference.job", "d9d_inference.runner"),
+    *("d9d_launch.record", "d9d_launch.report", "d9d_launch.submit"),
     *("d9d_verify.certify.certificate", "d9d_verify.certify.run", "d9d_verify.certify.tokens"),
     *("d9d_verify.compare", "d9d_verify.deviations", "d9d_verify.layouts", "d9d_verify.measure"),
     *("d9d_verify.measurement", "d9d_verify.run", "d9d_verify.tolerances"),
@@ -84,7 +88,7 @@ DECLARED = (
     *("d9d_data.library.pooling", "d9d_data.library.sharding"),
     *("d9d_fp8.config", "d9d_fp8.strategy"),
     *("d9d_aim.config", "d9d_deepep.config", "d9d_mlflow.config", "d9d_tensorboard.config", "d9d_wandb.config"),
-    *("d9d_kubernetes.config", "d9d_slurm.config"),
+    *("d9d_kubernetes.config", "d9d_ray.config", "d9d_skypilot.config", "d9d_slurm.config"),
     *("d9d_gemma.config", "d9d_gemma.hugging_face", "d9d_gemma.model"),
     *("d9d_llama.config", "d9d_llama.hugging_face", "d9d_llama.model", "d9d_local_sgd.config"),
     "d9d_torchft.config",
@@ -130,9 +134,9 @@ DECLARED = (
     *("d9d_qwen3.config", "d9d_qwen3.model", "d9d_qwen3.moe_config"),
     *("d9d_qwen3.hugging_face.dense", "d9d_qwen3.hugging_face.moe"),
     *("d9d_testing.hostile.files", "d9d_testing.hostile.judge", "d9d_testing.hostile.values"),
-    *("d9d_testing.layouts", "d9d_testing.tolerances", "d9d_testing.world"),
+    *("d9d_testing.layouts", "d9d_testing.stand_ins", "d9d_testing.tolerances", "d9d_testing.world"),
     *("d9d_testing.suites.dataset", "d9d_testing.suites.inference.task", "d9d_testing.suites.inference.writer"),
-    *("d9d_testing.suites.kernel", "d9d_testing.suites.lr_schedule"),
+    *("d9d_testing.suites.kernel", "d9d_testing.suites.launcher", "d9d_testing.suites.lr_schedule"),
     *("d9d_testing.suites.metric", "d9d_testing.suites.model", "d9d_testing.suites.moe.dispatcher"),
     *("d9d_testing.suites.moe.router", "d9d_testing.suites.optimizer", "d9d_testing.suites.peft"),
     *("d9d_testing.suites.plugin", "d9d_testing.suites.schedule", "d9d_testing.suites.strategy"),

@@ -48,6 +48,7 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
     "pipeline schedules": ("earlier_suites", "SoundSchedule", "SCHEDULES"),
     "dispatchers": ("moe_suites", "SoundDispatcher", "DISPATCHERS"),
     "routers": ("moe_suites", "SoundRouter", "ROUTERS"),
+    "launchers": ("launchers", "Sound", "FAULTS"),
     "plugins": ("plugins", "Sound", "FAULTS"),
 }
 #: Kinds whose faults take long, because most of them show only with several processes.
@@ -55,6 +56,7 @@ LONG = ("strategies", "dispatchers")
 #: Kind -> package that its tests need.
 NEEDS = {
     "kernels": "d9d_nn",
+    "launchers": "d9d_launch",
     "models": "d9d_qwen3",
     "fine-tuning methods": "d9d_parallel",
     "pipeline schedules": "d9d_pipeline",

@@ -31,6 +31,9 @@ GROUPS = {
     "d9d-pipeline": ("plugins/d9d-pipeline",),
     "d9d-torchft": ("plugins/d9d-torchft",),
     "d9d-triton": ("plugins/d9d-triton",),
+    "launchers": (
+        "packages/d9d-launch", "plugins/d9d-kubernetes", "plugins/d9d-ray", "plugins/d9d-skypilot", "plugins/d9d-slurm",
+    ),
     "models": ("plugins/d9d-gemma", "plugins/d9d-llama", "plugins/d9d-qwen3", "plugins/d9d-transformers"),
     "trackers": ("plugins/d9d-aim", "plugins/d9d-mlflow", "plugins/d9d-tensorboard", "plugins/d9d-wandb"),
     "kernel libraries": (

@@ -39,6 +39,25 @@ def test_a_call_that_has_no_frame_is_known_by_its_line() -> None:
     assert seen_while(lambda: event.wait(0.3)).startswith("waits in wait(...) at ")
 
 
+def test_the_stack_of_a_training_thread_that_is_not_the_main_one_is_shown() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def steps_of_a_run() -> None:
+        began.set()
+        ended.wait(30)
+
+    thread = threading.Thread(target=steps_of_a_run)
+    thread.start()
+    began.wait(30)
+    found = doing(TORCH, trains=thread)
+    ended.set()
+    thread.join()
+    assert "steps_of_a_run" in re.findall(r", in (\w+)$", found.stack, re.MULTILINE)
+    # The main thread takes the place of a thread that has ended.
+    later = doing(TORCH, trains=thread).stack
+    assert "steps_of_a_run" not in re.findall(r", in (\w+)$", later, re.MULTILINE)
+
+
 #: Calls a function as torch's autograd does.
 BACKWARD: dict[str, Any] = {}
 exec(compile("def _engine_run_backward(call): call()", str(TORCH / "autograd" / "graph.py"), "exec"), BACKWARD)

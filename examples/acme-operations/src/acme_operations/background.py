@@ -57,6 +57,8 @@ class Background:
         try:
             os.kill(_process(identifier), 0)
         except ProcessLookupError:
+            if not log.exists():
+                return EngineStatus(state="unknown", detail=f"process {identifier} was not started for this run")
             return EngineStatus(state="failed", detail="killed", log=tuple(text))
         return EngineStatus(state="running", detail=f"process {identifier}", log=tuple(text))
 
@@ -70,6 +72,6 @@ class Background:
 
 
 def _process(identifier: str) -> int:
-    if not identifier.isdecimal() or int(identifier) < 2:
+    if not identifier.isdecimal() or not 2 <= int(identifier[:12]) < 2**31:
         raise LaunchError(f"{identifier[:80]!r} is not a process id")
     return int(identifier)

@@ -13,6 +13,8 @@ from typing import Any
 
 from d9d_core.launcher import EXIT_STOPPED
 
+__all__ = ["Interrupts"]
+
 #: Exit status after a stop request: the same command continues.
 STOPPED = EXIT_STOPPED
 
@@ -31,7 +33,13 @@ class Terminated(KeyboardInterrupt):
 class Interrupts:
     """Stop requests: inside the block, the first stop signal sets :attr:`requested`, a second SIGINT interrupts.
 
-    Signals can only be caught in the main thread; in other threads the block has no effect.
+    Signals can only be caught in the main thread. A run in another thread, such as a worker of Ray, is asked to stop by
+    :meth:`request`, which any thread may call::
+
+        interrupts = Interrupts()
+        trainer = job.build(topology=topology, interrupts=interrupts)
+        threading.Thread(target=trainer.train).start()
+        interrupts.request("preemption")  # all ranks finish the same step, save and return
 
     Attributes:
         requested: name of the signal that asks to stop; ``None`` without a request, and after the block.
@@ -46,7 +54,13 @@ class Interrupts:
         self._process = os.getpid()
 
     def request(self, name: str) -> None:
-        """Request a stop, as the signal of this name would. A request before the block takes effect in the block."""
+        """Request a stop, from any thread. A request before the block takes effect in the block.
+
+        One rank is enough: all ranks finish the same step, save and stop.
+
+        Args:
+            name: name of a signal, or a word for the cause; notes and ``stopped.json`` have it.
+        """
         self.requested = self.requested or name
 
     @contextmanager

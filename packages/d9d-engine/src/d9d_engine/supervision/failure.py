@@ -23,6 +23,8 @@ from d9d_core.failures import describe
 from d9d_core.untrusted import visible
 from d9d_weights.files.atomic import write_text
 
+__all__ = ["Failure", "FailureReporter", "Listener"]
+
 #: Messages of a broken connection to another rank, which may have caused the failure.
 _BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/|nccl|timed out", re.IGNORECASE)
 #: Verb of a failure that another rank may have caused.

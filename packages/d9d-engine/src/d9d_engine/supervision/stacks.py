@@ -36,20 +36,23 @@ class Doing:
     stack: str
 
 
-def doing(torch_home: Path, waited_for: threading.Thread | None = None) -> Doing:
-    """Activity of the main thread, or of the thread that it waits for, such as autograd's in a backward.
+def doing(
+    torch_home: Path, waited_for: threading.Thread | None = None, trains: threading.Thread | None = None
+) -> Doing:
+    """Activity of the thread that trains, or of the thread that it waits for, such as autograd's in a backward.
 
     Args:
         torch_home: directory of the torch package.
-        waited_for: thread that the main thread waits for, if known.
+        waited_for: thread that the training thread waits for, if known.
+        trains: thread that trains; by default, and if it has ended, the main thread.
     """
     frames = sys._current_frames()  # noqa: SLF001 - documented for debugging
-    main = threading.main_thread().ident
+    main = threading.main_thread().ident if trains is None or trains.ident not in frames else trains.ident
     assert main is not None
     found = _describe_frame(frames[main], torch_home)
     if waited_for is not None and waited_for.ident in frames:  # otherwise the thread has ended
         return _describe_frame(frames[waited_for.ident], torch_home)
-    if not found.where.startswith(_IN_BACKWARD):  # otherwise background threads could hide the main thread
+    if not found.where.startswith(_IN_BACKWARD):  # otherwise background threads could hide the training thread
         return found
     others = [_describe_frame(frame, torch_home) for ident, frame in frames.items() if ident != main]
     return next((one for one in others if one.waits), found)

@@ -47,6 +47,8 @@ class Phase:
 class Watchdog:
     """Enforces the time limits of a process's phases. No effect without limits or before :meth:`start`.
 
+    The thread that makes it is the thread that trains, whose stack reports show.
+
     Args:
         limits: phase -> seconds.
         who: rank, coordinates and machine of this process.
@@ -65,6 +67,7 @@ class Watchdog:
         self._changed = changed
         self._phase: Phase | None = None
         self._waited_for: threading.Thread | None = None
+        self._trains = threading.current_thread()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._alarm: Alarm | None = None
@@ -186,7 +189,7 @@ class Watchdog:
 
     def _status(self) -> Status:
         phase, now = self._phase, time.monotonic()
-        found = doing(Path(torch.__file__).parent, self._waited_for)
+        found = doing(Path(torch.__file__).parent, self._waited_for, self._trains)
         return Status(
             who=self.who,
             phase=phase.name if phase else "none",

@@ -47,6 +47,7 @@ SUITES: Mapping[str, Suite] = {
     "lr schedule": Suite("d9d_testing.suites.lr_schedule:LrScheduleSuite"),
     "kernel": Suite("d9d_testing.suites.kernel:KernelSuite"),
     "subscriber": Suite("d9d_testing.suites.subscriber:SubscriberSuite"),
+    "launcher": Suite("d9d_testing.suites.launcher:LauncherSuite", "started() and unknown()"),
 }
 
 

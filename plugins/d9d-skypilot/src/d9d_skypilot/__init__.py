@@ -1,0 +1,1 @@
+"""SkyPilot: the launcher of `d9d launch` that submits managed jobs to clouds and clusters with `sky`."""

@@ -1,0 +1,57 @@
+"""Config of the launcher ``skypilot``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from d9d_core.config import PluginConfig
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+
+
+def _of_one_line(line: str) -> str:
+    if any(ord(character) < 32 for character in line):
+        raise ValueError("an entry is one line of shell; write several entries")
+    return line
+
+
+class SkyPilotConfig(PluginConfig):
+    """SkyPilot: machines of a managed job, and the storage of the runs."""
+
+    name: Literal["skypilot"] = "skypilot"
+    """Selects this launcher."""
+    infra: Annotated[str, Field(pattern=r"^[A-Za-z0-9*][A-Za-z0-9._/*:@-]*$")] | None = None
+    """Cloud, region or cluster, such as ``aws/us-east-1`` or ``k8s/context``; ``null``: the cheapest that fits."""
+    gpu: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """Name of the GPUs, such as ``H100``; required unless the job has ``device: cpu``."""
+    gpus_per_node: PositiveInt | None = None
+    """GPUs per machine; ``null``: one for each process."""
+    cpus: PositiveInt | None = None
+    """Least number of CPU cores per machine; ``null``: SkyPilot's choice."""
+    memory_gib: PositiveInt | None = None
+    """Least memory per machine in GiB; ``null``: SkyPilot's choice."""
+    disk_gib: PositiveInt | None = None
+    """Disk of each machine in GiB; ``null``: SkyPilot's choice."""
+    spot: bool = False
+    """Use machines that the cloud may take away; the job then continues on others."""
+    image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")] | None = None
+    """Docker image with d9d and the job's plugins; ``null``: SkyPilot's image, on which ``setup`` installs them."""
+    volume: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """Name of a volume of SkyPilot that holds the runs, and that all machines of a job can write."""
+    bucket: Annotated[str, Field(pattern=r"^[a-z0-9]+://[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
+    """Bucket that holds the runs of jobs of one machine, such as ``s3://team-runs``."""
+    mount: Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")] = "/runs"
+    """Path of the volume or the bucket on the machines; it replaces ``run.dir`` of the job."""
+    setup: list[Annotated[str, AfterValidator(_of_one_line)]] = []
+    """Lines of shell that run once on each machine: ``pip install d9d-all``. They stand in a file: no tokens."""
+    secrets: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = []
+    """Names of environment variables that the job gets as secrets of SkyPilot, whose command reads the values."""
+    python: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]+$")] = "python3"
+    """Python interpreter on the machines."""
+    restarts: NonNegativeInt = 10
+    """Restarts on the same machines after a crash; a preemption costs none of them."""
+
+    @model_validator(mode="after")
+    def _one_storage(self) -> Self:
+        if (self.volume is None) == (self.bucket is None):
+            raise ValueError("give either volume or bucket: machines of SkyPilot end with the job, and their disks too")
+        return self
