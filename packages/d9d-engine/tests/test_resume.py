@@ -31,11 +31,11 @@ def run_until(trained: Job, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = quiet(trained)
     run = trainer.step.executor.run
 
-    def die(number: int, pack: Any, scale: Any) -> Any:
+    def die(number: int, pack: Any, scale: Any, share: Any) -> Any:
         if trainer.step.optimizer._steps == step:  # type: ignore[attr-defined]
             raise Killed
         trainer.step.optimizer._steps += 1  # type: ignore[attr-defined]
-        return run(number, pack, scale)
+        return run(number, pack, scale, share)
 
     trainer.step.optimizer._steps = 0  # type: ignore[attr-defined]
     monkeypatch.setattr(trainer.step.executor, "run", die)
@@ -147,9 +147,9 @@ def test_a_signal_finishes_the_step_saves_and_stops(job: MakeJob) -> None:
     trainer, notes = noted(stopped)
     forward = trainer.step.executor.run
 
-    def interrupt(step: int, pack: Any, scale: Any) -> Any:
+    def interrupt(step: int, pack: Any, scale: Any, share: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)
-        return forward(step, pack, scale)
+        return forward(step, pack, scale, share)
 
     trainer.step.executor.run = interrupt  # type: ignore[method-assign]
     outcome = trainer.train()

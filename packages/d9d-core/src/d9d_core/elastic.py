@@ -1,15 +1,13 @@
 """Elastic replicas: whole runs, each in a world of its own, that share the microbatches of each step.
 
 Start here: a strategy returns :class:`ElasticReplicas` in :attr:`d9d_core.strategy.Applied.elastic`. Each replica reads
-the whole batch of a step and runs a part of its microbatches::
+the whole batch of a step and runs a part of its microbatches:
 
-    attempt = replicas.meet(step, live)         # agree on the replicas of this attempt; a replica that is behind heals
-    run microbatches m with m % attempt.count == attempt.index
-    replicas.reduce(gradients, "sum")           # then losses, states of metrics, tallies
-    if replicas.commit():
-        take the optimizer step
-    else:
-        undo the attempt and meet again, with the same microbatches
+1. ``meet`` agrees on the replicas of this attempt; a replica that is behind takes the state of another one.
+2. The replica runs the microbatches of its :meth:`Attempt.share`.
+3. ``reduce`` sums gradients, then losses, states of metrics and tallies, over the replicas.
+4. If ``commit`` returns true, all replicas take the optimizer step; otherwise they undo the attempt and meet again, with
+   the same microbatches.
 
 So a batch never depends on the number of replicas, and each sample is in exactly one committed step.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -211,7 +211,7 @@ class LauncherSuite(ComponentSuite):
     ) -> None:
         """A submission is recorded with the job file's digest, and the report tells a change. Needs d9d-launch."""
         launch = pytest.importorskip("d9d_launch.submit", reason="d9d-launch writes the record")
-        from d9d_launch.record import SubmissionRecord
+        from d9d_launch.record import SubmissionRecord, digest_of
         from d9d_launch.report import RunReport
 
         stand_ins = self.stand_ins(tmp_path)
@@ -219,8 +219,9 @@ class LauncherSuite(ComponentSuite):
         self.accepts(stand_ins)
         request, launcher, job = self.request(tmp_path, stand_ins), self.build(), tmp_path / "job.yaml"
         job.write_text(request.job)
+        request = replace(request, source=job, source_sha256=digest_of(job))
         engine = launch.Engine(self.target, dict(self.config), launcher)
-        identifier = launch.submit(engine, request, launcher.prepare(request), job)
+        identifier = launch.submit(engine, request, launcher.prepare(request))
         assert isinstance(identifier, str), f"submit() returns {identifier!r}; return the identifier as a text"
         record = SubmissionRecord.read(request.folder)
         assert record is not None
