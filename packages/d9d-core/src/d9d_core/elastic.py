@@ -6,8 +6,8 @@ the whole batch of a step and runs a part of its microbatches:
 1. ``meet`` agrees on the replicas of this attempt; a replica that is behind takes the state of another one.
 2. The replica runs the microbatches of its :meth:`Attempt.share`.
 3. ``reduce`` sums gradients, then losses, states of metrics and tallies, over the replicas.
-4. If ``commit`` returns true, all replicas take the optimizer step; otherwise they undo the attempt and meet again, with
-   the same microbatches.
+4. If ``commit`` returns true, all replicas take the optimizer step; otherwise they undo the attempt and meet again,
+   with the same microbatches.
 
 So a batch never depends on the number of replicas, and each sample is in exactly one committed step.
 """
