@@ -129,7 +129,10 @@ INDIRECT = {
 #: Imported although not declared, where torch is: module -> why.
 WITH_TORCH = {"triton": "torch needs one version of it exactly, from distributions of other names on other platforms"}
 #: Imported although not declared: (member, module) -> why.
-LEFT_TO_USERS = {("d9d-ray", "ray"): "has 490 MB, which a machine that only submits to a job server does not need"}
+LEFT_TO_USERS = {
+    ("d9d-ray", "ray"): "has 490 MB, which a machine that only submits to a job server does not need",
+    ("d9d-torchft", "torchft"): "is only needed where elastic replicas train, and not in the locked environment",
+}
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle"}
 PICKLING_ARGUMENTS = ("allow_pickle", "pickle_module")
 PICKLING_CALLS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}

@@ -119,7 +119,7 @@ class Breaks(PluginConfig):
     name: Literal["breaks"] = "breaks"
     """Selects the strategy."""
     how: str = "max"
-    """What it does."""
+    """Operation of the reduction."""
 
 
 #: Replicas for the next job that is built.

@@ -161,7 +161,7 @@ def test_replicas_heal_at_the_start_sum_and_go_on_without_a_lost_one_which_comes
         assert len({attempt.key for attempt, _, _ in found.values()}) == 1
     assert {tuple(state.tensor.tolist()) for state in fleet.states.values()} == {(12.0, 12.0, 12.0)}
 
-    # One dies after it has met: nobody commits; the others repeat the step, and later it takes their state.
+    # One dies after it has met: none commits; the others repeat the step, and later it takes their state.
     fleet.each(fleet.meet)
     fleet.replicas["b"].close()
     fleet.lighthouse.set_alive("a", "c")

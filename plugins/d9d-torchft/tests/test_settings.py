@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import JobError
+from d9d_torchft.config import TorchFTConfig
 from d9d_torchft.settings import Settings, address_of
 
 
@@ -39,6 +40,6 @@ def test_missing_and_wrong_settings_are_all_reported(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are resolved on Linux only")
 def test_an_interface_becomes_its_address() -> None:
-    assert address_of(None) == address_of("lo") == "127.0.0.1"
+    assert address_of(None) == address_of(TorchFTConfig(name="torchft", interface="lo").interface) == "127.0.0.1"
     with pytest.raises(JobError, match=r"interface 'nothing0' has no IPv4 address .*; name one of .*lo"):
         address_of("nothing0")

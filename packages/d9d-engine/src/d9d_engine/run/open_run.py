@@ -322,7 +322,7 @@ class OpenRun:
 
     def _opened_logbook(self) -> Logbook:
         parts, progress, attempts = self.parts, self.progress, self._attempts
-        # The tokens of all replicas are logged; MFU is that of this replica's devices.
+        # The tokens of all replicas are logged, and the MFU of this replica's devices.
         of_replica = parts.utilisation if attempts is None else lambda rate: parts.utilisation(rate / attempts.replicas)
         return Logbook(
             self._write,

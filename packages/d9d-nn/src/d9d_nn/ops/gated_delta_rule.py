@@ -109,7 +109,7 @@ def chunked(
     read = (total.exp() * reads)[..., None]  # decay from the state of the last chunk
     system = b[..., None] * gamma * (k @ k.mT)
     right = b[..., None] * torch.cat([v, k * read], dim=-1)
-    # The solver reads only what is below the diagonal, whose entries count as ones.
+    # The solver reads only the entries below the diagonal, and takes the diagonal as ones.
     solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
     changes, corrections = solved.split([width, solved.shape[-1] - width], dim=-1)
     scores, queries = gamma * (q @ k.mT), q * read
