@@ -10,7 +10,7 @@ import pytest
 from d9d_core.errors import DataError, JobError, LaunchError
 from d9d_core.launcher import EngineStatus, LaunchState
 from d9d_engine.run.directory import write_ending, write_failure, write_stop
-from d9d_launch.engine import read_options
+from d9d_launch.engine import _problem, read_options
 from d9d_launch.record import FOLDER, RECORD, SubmissionRecord, digest_of, find_submission, run_directory
 from d9d_launch.report import RunReport
 
@@ -121,3 +121,14 @@ def test_options_come_from_a_file_and_from_the_command_line(tmp_path: Path) -> N
     for wrong in ("partition", "=a", "a.b=1"):
         with pytest.raises(JobError, match="write FIELD=VALUE"):
             read_options(None, [wrong])
+
+
+def test_a_missing_file_of_options_is_not_called_a_job_file(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"--options .*options.yaml: no such file; name a YAML"):
+        read_options(tmp_path / "options.yaml", [])
+
+
+def test_a_secret_that_was_written_instead_of_its_name_is_not_repeated() -> None:
+    location = ("secrets", "HF_TOKEN")
+    assert _problem(location, "Value error, write SECRET/KEY", "hf_1") == "--option secrets.HF_TOKEN: write SECRET/KEY"
+    assert _problem(("minutes",), "Too small", -1) == "--option minutes: too small, got '-1'"

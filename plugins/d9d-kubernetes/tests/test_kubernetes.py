@@ -210,6 +210,7 @@ def test_names_of_objects_are_valid_whatever_the_run_is_called(run: str, name: s
     [
         ("image", "a b"), ("image", '"; reboot'), ("claim", "Runs"), ("mount", "runs"), ("mount", "/runs; reboot"),
         ("namespace", "a/b"), ("queue", "a\nb"), ("secrets", {"A B": "s/k"}), ("secrets", {"A": "s"}),
+        ("secrets", {"RANK": "s/k"}), ("secrets", {"PET_NNODES": "s/k"}), ("secrets", {"MASTER_ADDR": "s/k"}),
         ("python", "python3 -c"), ("node_selector", {"a b": "c"}), ("kind", "job"),
     ],
 )  # fmt: skip

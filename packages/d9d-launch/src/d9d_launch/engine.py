@@ -25,6 +25,8 @@ def read_options(file: Path | None, assignments: Sequence[str]) -> dict[str, Any
     Raises:
         JobError: the file is malformed, or an assignment is.
     """
+    if file is not None and not file.is_file():
+        raise JobError(f"--options {file}: no such file; name a YAML, TOML or JSON file with the engine's options")
     values = {} if file is None else dict(Document.read(file).values)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -77,5 +79,7 @@ def build_launcher(registry: Registry, engine: str, config: PluginConfig) -> Lau
 
 def _problem(location: tuple[int | str, ...], message: str, value: object) -> str:
     text = message.removeprefix("Value error, ")
-    found = "" if text.startswith("not a field of") else f", got {str(value)[:80]!r}"
+    # A user may have written the value of a secret instead of its name.
+    hidden = any("secret" in str(part).lower() for part in location)
+    found = "" if hidden or text.startswith("not a field of") else f", got {str(value)[:80]!r}"
     return f"--option {dotted(location)}: {text[:1].lower()}{text[1:]}{found}"

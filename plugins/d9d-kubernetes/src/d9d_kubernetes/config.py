@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from d9d_core.config import PluginConfig
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 #: Name of an object: RFC 1123, as Kubernetes requires it.
 Label = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
@@ -13,8 +14,25 @@ Label = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,251}[A-Za-z0-9])?$")]
 #: Environment variable.
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+_SECRET_KEY = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]+")
+#: Variables that engine and launcher set.
+_RESERVED = re.compile(r"PET_.*|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|JOB_COMPLETION_INDEX|PATH")
+
+
+def _secret_key(text: str) -> str:
+    if _SECRET_KEY.fullmatch(text) is None:
+        raise ValueError("write SECRET/KEY, the names of a secret of the namespace and of one of its keys")
+    return text
+
+
+def _not_reserved(name: str) -> str:
+    if _RESERVED.fullmatch(name):
+        raise ValueError(f"{name} is set by the launcher; choose another variable")
+    return name
+
+
 #: Name of a secret and one of its keys.
-SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]+$")]
+SecretKey = Annotated[str, AfterValidator(_secret_key)]
 
 
 class KubernetesConfig(PluginConfig):
@@ -44,7 +62,7 @@ class KubernetesConfig(PluginConfig):
     """Memory per pod in GiB; ``null``: not requested."""
     queue: Word | None = None
     """Queue of Kueue that admits the job."""
-    secrets: dict[Variable, SecretKey] = {}
+    secrets: dict[Annotated[Variable, AfterValidator(_not_reserved)], SecretKey] = {}
     """Environment variables of the processes, such as tokens: variable -> ``SECRET/KEY`` in the namespace."""
     node_selector: dict[Word, Word] = {}
     """Labels that the machines must have."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from d9d_core.config import PluginConfig
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 
 def _of_one_line(line: str) -> str:
@@ -45,7 +45,7 @@ class SlurmConfig(PluginConfig):
     """Memory per machine in GiB; 0: all of it; ``null``: Slurm's default."""
     exclusive: bool = False
     """Share the machines with no other job."""
-    grace: PositiveInt = 120
+    grace: Annotated[int, Field(ge=1, le=65_535)] = 120
     """Seconds before the time limit at which ranks are asked to save and stop; Slurm may ask a minute earlier."""
     restarts: NonNegativeInt = 10
     """Restarts in all: after a crash, a stop, a lost machine or a preemption."""
@@ -53,3 +53,12 @@ class SlurmConfig(PluginConfig):
     """Lines of shell before the training, such as ``module load cuda``. They stand in a readable file: no tokens."""
     export: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = []
     """Names of environment variables of ``d9d launch submit`` that the job gets, by way of Slurm and not of a file."""
+
+    @model_validator(mode="after")
+    def _saves_after_it_has_begun(self) -> Self:
+        if self.minutes is not None and self.grace >= 60 * self.minutes:
+            raise ValueError(
+                f"grace: {self.grace} s before a time limit of {self.minutes} min is before the job begins; lower "
+                "grace, or raise minutes"
+            )
+        return self

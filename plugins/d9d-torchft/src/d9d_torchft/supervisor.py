@@ -10,7 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,14 +71,11 @@ class Supervisor:
 
         0 if a replica has finished the job, 75 if the replicas were asked to stop, 2 after an error in the job, else 1.
         """
-        with tempfile.TemporaryDirectory(prefix="d9d-torchft-") as folder:
-            token = Path(folder) / "token"
-            token.touch(0o600)
-            token.write_text(secrets.token_hex(32))
+        with _token_file() as token:
             previous = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
             lighthouse = started_lighthouse()
             try:
-                environ = {**os.environ, LIGHTHOUSE: lighthouse.address, TOKEN_FILE: str(token)}
+                environ = {**os.environ, LIGHTHOUSE: lighthouse.address, TOKEN_FILE: token}
                 return self._supervised(environ, lighthouse.process)
             finally:
                 for replica in self.replicas.values():
@@ -189,3 +187,23 @@ def started_lighthouse() -> LighthouseProcess:
         process.wait()
         raise LaunchError(f"the lighthouse did not start: {reason or 'no answer'}")
     return LighthouseProcess(process, line.removeprefix("lighthouse: ").strip())
+
+
+@contextmanager
+def _token_file() -> Iterator[str]:
+    """File with a new token, readable by this user only. On Linux it lies in memory and ends with this process."""
+    token = secrets.token_hex(32).encode()
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("d9d-torchft-token")
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.write(descriptor, token)
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+        return
+    with tempfile.TemporaryDirectory(prefix="d9d-torchft-") as folder:
+        file = Path(folder) / "token"
+        file.touch(0o600)
+        file.write_bytes(token)
+        yield str(file)
