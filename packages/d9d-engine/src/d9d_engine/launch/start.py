@@ -202,7 +202,10 @@ def machines_of(nodes: int | None, node_rank: int | None, master: str | None) ->
     from d9d_engine.launch.agent import PORT, Machines
 
     found = re.fullmatch(r"(\[[^\]]*\]|[^:]*):(\d+)", master)  # an IPv6 address with a port is in brackets
-    host, port = (found[1].strip("[]"), int(found[2])) if found else (master, PORT)
+    if found is None and master.count(":") == 1:
+        raise JobError(f"--master {master!r} is not HOST or HOST:PORT, with a number as the port")
+    host, port = (found[1], int(found[2])) if found else (master, PORT)
+    host = host.strip("[]")
     return Machines(nodes, node_rank, host, port)
 
 
