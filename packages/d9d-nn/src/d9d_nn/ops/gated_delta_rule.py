@@ -169,7 +169,7 @@ def _in_chunks(x: Tensor, padding: int, chunk: int) -> Tensor:
 def _reach(
     documents: Tensor | None, padding: int, chunk: int, samples: int, like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which positions of a chunk act on each other, and on or after other chunks; each with one dim for heads.
+    """Reach of positions: within a chunk, from the last chunk and to the next one; each with one dim for heads.
 
     Returns:
         Whether position t sees position s <= t, bool [B or 1, 1, chunks or 1, C, C]; 1 where a position continues the
