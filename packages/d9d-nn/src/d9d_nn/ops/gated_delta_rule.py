@@ -182,8 +182,8 @@ def _reach(
     starts = _starts(documents, like)
     assert starts is not None
     # A document has one number in a sample only if its tokens are adjacent, so borders are counted instead.
-    counted = torch.nn.functional.pad(starts.cumsum(1), (0, padding), mode="replicate" if padding else "constant")
-    places = counted.view(samples, 1, -1, chunk)
+    counted = starts.cumsum(1)
+    places = torch.cat([counted, counted[:, -1:].expand(-1, padding)], dim=1).view(samples, 1, -1, chunk)
     before = torch.nn.functional.pad(places[..., -1], (1, 0))[..., :-1, None]
     same = earlier & (places[..., :, None] == places[..., None, :])
     return same, (places == before).to(like.dtype), (places == places[..., -1:]).to(like.dtype)
