@@ -20,7 +20,8 @@ checkpoint, after every status but 0 and 2. The files in the run's directory say
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -29,7 +30,7 @@ from d9d_core.errors import LaunchError
 
 __all__ = [
     "EXIT_FAILED", "EXIT_FINISHED", "EXIT_STOPPED", "EngineStatus", "LaunchRequest", "LaunchState", "Launcher",
-    "Submission",
+    "Submission", "answer_of",
 ]  # fmt: skip
 
 #: Exit status of a finished run. A restart would train nothing.
@@ -163,3 +164,43 @@ class Launcher(Protocol):
             LaunchError: the identifier is malformed, or the engine does not answer.
         """
         ...
+
+
+def answer_of(
+    command: Sequence[str],
+    *,
+    seconds: float,
+    missing: str,
+    silent: str,
+    environ: Mapping[str, str] | None = None,
+    joined: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Answer of an engine's command, which is run without a shell and without input.
+
+    Args:
+        command: the command and its arguments.
+        seconds: time limit.
+        missing: message if the command is not installed.
+        silent: message if the command does not answer in time.
+        environ: environment variables; ``None`` for those of this process.
+        joined: whether the standard error is a part of the output.
+
+    Raises:
+        LaunchError: the command is not installed, or does not answer in time.
+    """
+    try:
+        return subprocess.run(  # noqa: S603 - launchers check the names that they insert
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if joined else subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+            env=environ,
+        )
+    except FileNotFoundError as error:
+        raise LaunchError(missing) from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(silent) from error

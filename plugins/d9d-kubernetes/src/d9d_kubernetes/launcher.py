@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from d9d_core.errors import LaunchError
-from d9d_core.launcher import EXIT_FAILED, EXIT_FINISHED, EngineStatus, LaunchRequest, LaunchState, Submission
+from d9d_core.launcher import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EngineStatus,
+    LaunchRequest,
+    LaunchState,
+    Submission,
+    answer_of,
+)
 
 from d9d_kubernetes.config import KubernetesConfig
 from d9d_kubernetes.manifest import NODE, manifest, object_name
@@ -217,20 +224,12 @@ def _run(*command: str) -> str:
     Raises:
         LaunchError: kubectl is missing, failed or did not answer.
     """
-    try:
-        done = subprocess.run(  # noqa: S603 - arguments come from d9d, the user's config and checked names
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PATIENCE,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError as error:
-        raise LaunchError("kubectl not found; run this command where kubectl is installed") from error
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"kubectl did not answer within {_PATIENCE} s; is the cluster reachable?") from error
+    done = answer_of(
+        command,
+        seconds=_PATIENCE,
+        missing="kubectl not found; run this command where kubectl is installed",
+        silent=f"kubectl did not answer within {_PATIENCE} s; is the cluster reachable?",
+    )
     if done.returncode != 0:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         told = [line for line in lines if not _DEBUG.match(line)] or lines or [f"exit status {done.returncode}"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_core.errors import LaunchError
-from d9d_core.launcher import EXIT_FINISHED, EngineStatus, LaunchRequest, LaunchState, Submission
+from d9d_core.launcher import EXIT_FINISHED, EngineStatus, LaunchRequest, LaunchState, Submission, answer_of
 
 from d9d_ray.causes import clear_causes
 from d9d_ray.config import RayConfig
@@ -224,22 +224,14 @@ class RayLauncher:
         Raises:
             LaunchError: the command is missing, failed or did not answer.
         """
-        try:
-            done = subprocess.run(  # noqa: S603 - no shell; names of jobs are checked
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=_PATIENCE,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "RAY_COLOR_PREFIX": "0", "NO_COLOR": "1"},
-            )
-        except FileNotFoundError as error:
-            raise LaunchError("the command ray is missing: pip install 'ray[default]'") from error
-        except subprocess.TimeoutExpired as error:
-            raise LaunchError(f"ray did not answer within {_PATIENCE} s; is the cluster reachable?") from error
+        done = answer_of(
+            command,
+            seconds=_PATIENCE,
+            missing="the command ray is missing: pip install 'ray[default]'",
+            silent=f"ray did not answer within {_PATIENCE} s; is the cluster reachable?",
+            environ={**os.environ, "RAY_COLOR_PREFIX": "0", "NO_COLOR": "1"},
+            joined=True,
+        )
         if done.returncode != 0:
             lines = done.stdout.strip().splitlines()
             raise LaunchError(f"ray {' '.join(command[1:3])}: {lines[-1] if lines else f'status {done.returncode}'}")

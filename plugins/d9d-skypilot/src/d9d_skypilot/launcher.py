@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from d9d_core.errors import LaunchError
-from d9d_core.launcher import EngineStatus, LaunchRequest, LaunchState, Submission
+from d9d_core.launcher import EngineStatus, LaunchRequest, LaunchState, Submission, answer_of
 
 from d9d_skypilot.config import SkyPilotConfig
 from d9d_skypilot.task import task_file, task_name
@@ -149,20 +148,12 @@ def _run(*command: str, patience: int = _PATIENCE) -> str:
     Raises:
         LaunchError: the command is missing, failed or did not answer.
     """
-    try:
-        done = subprocess.run(  # noqa: S603 - no shell; names of jobs are checked
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=patience,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError as error:
-        raise LaunchError("sky not found; run this command where SkyPilot is installed") from error
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"{' '.join(command[:3])} did not answer within {patience} s; see sky api status") from error
+    done = answer_of(
+        command,
+        seconds=patience,
+        missing="sky not found; run this command where SkyPilot is installed",
+        silent=f"{' '.join(command[:3])} did not answer within {patience} s; see sky api status",
+    )
     if done.returncode != 0:
         text = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
         raise LaunchError(f"{' '.join(command[:3])}: {text[-1000:]}")

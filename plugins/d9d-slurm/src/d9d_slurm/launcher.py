@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from d9d_core.errors import LaunchError
-from d9d_core.launcher import EngineStatus, LaunchRequest, LaunchState, Submission
+from d9d_core.launcher import EngineStatus, LaunchRequest, LaunchState, Submission, answer_of
 
 from d9d_slurm.config import SlurmConfig
 from d9d_slurm.script import batch_script
@@ -190,22 +189,12 @@ def _run(*command: str) -> str:
     Raises:
         LaunchError: the command is missing, failed or did not answer.
     """
-    try:
-        done = subprocess.run(  # noqa: S603 - no shell; numbers of jobs are checked
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PATIENCE,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError as error:
-        raise LaunchError(
-            f"{command[0]} not found; run this command on a machine with Slurm's client commands"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"{command[0]} did not answer within {_PATIENCE} s; is slurmctld running?") from error
+    done = answer_of(
+        command,
+        seconds=_PATIENCE,
+        missing=f"{command[0]} not found; run this command on a machine with Slurm's client commands",
+        silent=f"{command[0]} did not answer within {_PATIENCE} s; is slurmctld running?",
+    )
     if done.returncode != 0:
         # Slurm begins each line with the command's name.
         lines = [line.removeprefix(f"{command[0]}: ").strip() for line in (done.stderr or done.stdout).splitlines()]
