@@ -124,6 +124,10 @@ def test_what_users_say_does_not_change_what_has_weight(
     assert texts_of(name, one) == texts_of(name, two)
 
 
+def test_a_reply_may_be_the_user_s_text_and_the_text_of_a_special_token() -> None:
+    assert texts_of("hermes_tools", conversation("0", "0 <s>")) == texts_of("hermes_tools", conversation("1", "0 <s>"))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", AROUND)
 @given(before=TURNS, after=TURNS)

@@ -175,7 +175,11 @@ class _Probe:
         """
         messages = self._conversation.messages
         marked = {self._special.sub("", self.text[begin:end]).strip() for begin, end in marks}
-        marked -= {"", *(text_of(message).strip() for message in messages if message["role"] == "assistant")}
+        for message in messages:
+            if message["role"] == "assistant":
+                reply = text_of(message)  # special tokens that it has as text were removed from its block, too
+                marked -= {reply.strip(), self._special.sub("", reply).strip()}
+        marked -= {""}
         for index, message in enumerate(messages):
             if message["role"] != "assistant" and text_of(message).strip() in marked:
                 raise DataError(
