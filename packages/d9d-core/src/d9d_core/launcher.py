@@ -182,7 +182,7 @@ def answer_of(
         seconds: time limit.
         missing: message if the command is not installed.
         silent: message if the command does not answer in time.
-        environ: environment variables; ``None`` for those of this process.
+        environ: environment variables; ``None`` takes the variables of this process.
         joined: whether the standard error is a part of the output.
 
     Raises:
