@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 DATA_PARALLEL = {
     "compute_dtype": None, "reduce_dtype": None, "output_dtype": None, "defer": "nothing", "forward_prefetch": 0,
-    "backward_prefetch": 0, "offload": False, "ignore": (),
+    "backward_prefetch": 0, "offload": False, "ignore": (), "match": (),
 }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ DATA_PARALLEL = {
             {"backend": "inductor", "mode": None, "fullgraph": False, "dynamic": None, "cudagraphs": False},
         ),
         (ContextParallelConfig, {"method": "all_gather", "head_ranks": None}),
-        (TensorParallelConfig, {"asynchronous": False}),
+        (TensorParallelConfig, {"asynchronous": False, "match": ()}),
     ],
 )
 def test_fields_have_their_documented_defaults(config: type[BaseModel], defaults: dict[str, Any]) -> None:

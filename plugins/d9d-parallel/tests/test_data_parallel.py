@@ -29,6 +29,21 @@ class TestFsdp(StrategySuite):
     settings = ({}, {"defer": "everything"}, {"offload": True}, {"ignore": ["*.0.weight", "unused"]})
 
 
+@pytest.mark.thorough
+class TestFsdpOfParts(StrategySuite):
+    """Two entries of ``fsdp`` with different settings, an entry of ``replicate``, and a block that no entry matches."""
+
+    plugin = PLUGIN
+    target = "fsdp"
+    meshes = ({"dp_shard": 2},)
+    model = {"blocks": 4}
+    settings = ({"match": ["layers.1", "layers.2"]}, {"match": ["*.1"], "defer": "everything"})
+    beside = (
+        {"name": "fsdp", "match": ["layers.0"], "reshard_after_forward": False, "backward_prefetch": 1},
+        {"name": "replicate", "match": ["*.3"]},
+    )
+
+
 @pytest.mark.full
 class TestFsdpOnFour(TestFsdp):
     meshes = ({"dp_shard": 4},)
@@ -46,6 +61,15 @@ class TestHsdp(StrategySuite):
     target = "hsdp"
     meshes = ({"dp_replicate": 2, "dp_shard": 2},)
     settings = ({}, {"defer": "all_reduce"}, {"defer": "everything"}, {"ignore": ["layers.2.*"]})
+
+
+@pytest.mark.full
+class TestHsdpOfParts(StrategySuite):
+    plugin = PLUGIN
+    target = "hsdp"
+    meshes = ({"dp_replicate": 2, "dp_shard": 2},)
+    settings = ({"match": ["layers.1"]}, {"match": ["layers.2"], "defer": "all_reduce", "offload": True})
+    beside = ({"name": "replicate", "match": ["layers.0"], "defer": "all_reduce"},)
 
 
 @pytest.mark.full

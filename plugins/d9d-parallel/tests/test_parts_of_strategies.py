@@ -48,10 +48,12 @@ class Root:
     def set_is_last_backward(self, last: bool) -> None:
         self.calls.append(("last", last))
 
-    def set_requires_gradient_sync(self, on: bool) -> None:
+    def set_requires_gradient_sync(self, on: bool, *, recurse: bool) -> None:
+        assert not recurse
         self.calls.append(("sync", on))
 
-    def set_requires_all_reduce(self, on: bool) -> None:
+    def set_requires_all_reduce(self, on: bool, *, recurse: bool) -> None:
+        assert not recurse
         self.calls.append(("all", on))
 
     def taken(self) -> list[tuple[str, Any]]:
@@ -81,7 +83,8 @@ def test_reductions_wait_for_the_last_microbatch(
     monkeypatch: pytest.MonkeyPatch, defer: Any, first: Any, last: Any, then: Any
 ) -> None:
     root: Any = Root(monkeypatch)
-    reduces = FsdpReducer(root, defer)
+    reduces = FsdpReducer(root)
+    reduces.add([root], defer)
     for _ in range(2):  # two steps
         reduces.before_backward(False)
         assert root.taken() == first
@@ -100,7 +103,8 @@ def test_an_incomplete_backward_defers_everything_until_the_reduction(
     monkeypatch: pytest.MonkeyPatch, defer: Any
 ) -> None:
     root: Any = Root(monkeypatch)
-    reduces = FsdpReducer(root, defer)
+    reduces = FsdpReducer(root)
+    reduces.add([root], defer)
     reduces.before_backward(False, complete=False)
     assert root.taken() == [("last", False), ("sync", False)]
     reduces.before_backward(True)
@@ -109,6 +113,20 @@ def test_an_incomplete_backward_defers_everything_until_the_reduction(
     assert root.taken() == [("last", True), ("sync", True), ("reduce", True)]
     reduces.before_backward(True)
     assert root.taken() == [("last", True)]
+
+
+def test_entries_of_one_stage_defer_their_own_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+    root: Any = Root(monkeypatch)
+    other: Any = Root(monkeypatch)
+    reduces = FsdpReducer(root)
+    reduces.add([root], "nothing")
+    reduces.add([other, other], "everything")
+    reduces.before_backward(False)
+    assert root.taken() == [("last", False)]
+    assert other.taken() == [("sync", False)] * 2
+    reduces.before_backward(True)
+    assert root.taken() == [("last", True)]
+    assert other.taken() == [("sync", True)] * 2
 
 
 class Bank(nn.Module):

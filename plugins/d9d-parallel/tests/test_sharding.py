@@ -310,5 +310,5 @@ def test_a_second_strategy_of_data_parallelism_is_refused() -> None:
         model = Model()
     with simulated_world(2):
         wrapped("fsdp", {"dp_shard": 2}, model)
-        with pytest.raises(BuildError, match="'replicate' follows another strategy of data"):
+        with pytest.raises(BuildError, match="'replicate' acts on the whole model, on which another"):
             wrapped("replicate", {"dp_shard": 2}, model)

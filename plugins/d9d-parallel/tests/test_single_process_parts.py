@@ -325,7 +325,8 @@ def test_collectives_of_swapped_heads_and_of_a_ring_are_stated() -> None:
 
 
 def test_a_model_without_blocks_is_one_unit_that_stays_gathered() -> None:
-    (unit,) = _units(nn.Linear(2, 3), {}, {}, frozenset(), _SHARDED, reshard_after_forward=True, prefetch=1)
+    stage = nn.Linear(2, 3)
+    (unit,) = _units(stage, {}, {}, {"": stage}, frozenset(), _SHARDED, reshard_after_forward=True, prefetch=1)
     assert (unit.name, dict(unit.parameters)) == ("", {"weight": (3, 2), "bias": (3,)})
     assert (unit.reshards, unit.prefetches) == (False, False)
 

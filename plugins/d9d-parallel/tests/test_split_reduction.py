@@ -124,7 +124,9 @@ def by_hand(model: nn.Module) -> FsdpReducer:
             unit.set_force_sum_reduction_for_comms(True)
     model.to_empty(device="cpu")
     assert isinstance(model, FSDPModule)
-    return FsdpReducer(model, "nothing")
+    reducer = FsdpReducer(model)
+    reducer.add([module for module in model.modules() if isinstance(module, FSDPModule)], "nothing")
+    return reducer
 
 
 class Trainer:

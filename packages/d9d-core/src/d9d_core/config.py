@@ -44,8 +44,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from d9d_core.words import find
 
 __all__ = [
-    "LoadsCode", "ModelConfig", "PathOrAddress", "PathText", "PluginConfig", "Resizable", "ScheduleConfig", "Section",
-    "closest",
+    "LoadsCode", "ModelConfig", "PartConfig", "PathOrAddress", "PathText", "PluginConfig", "Resizable",
+    "ScheduleConfig", "Section", "closest",
 ]  # fmt: skip
 
 #: Path of keys and indices to a value in a job file.
@@ -236,6 +236,14 @@ class PluginConfig(Section):
     def _owner(cls, info: ValidationInfo) -> str:
         label = (info.context or {}).get("label")
         return label or f"'{cls.model_fields['name'].default}'"
+
+
+class PartConfig(PluginConfig):
+    """Base of the configs of strategies that may act on a part of the model."""
+
+    match: tuple[str, ...] = ()
+    """Patterns of the names of modules that the strategy acts on, with all that they contain, such as `layers.*.ffn`;
+    empty: the whole model. A job may then have several entries of the strategy, for different modules."""
 
 
 class ModelConfig(PluginConfig):

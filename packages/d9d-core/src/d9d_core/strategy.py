@@ -22,8 +22,10 @@ Optional: :class:`Meetings`, of a strategy whose replicas take their own optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Applied", "Collective", "CommunicatesAlone", "CommunicatesInContext", "Communication", "ContextCall",
-    "GradientOwner", "Kind", "Meetings", "Pass", "Reducer", "StepShape", "Strategy", "no_collectives",
+    "GradientOwner", "Kind", "Meetings", "Pass", "Reducer", "StepShape", "Strategy", "is_inside", "matched_modules",
+    "no_collectives", "unmatched_patterns",
 ]  # fmt: skip
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive"]
@@ -314,3 +317,44 @@ class Strategy(Protocol):
             BuildError: the stage lacks a trait or module that the strategy needs.
         """
         ...
+
+
+def matched_modules(stage: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Outermost modules of a stage whose names match a pattern of :attr:`d9d_core.config.PartConfig.match`.
+
+    Args:
+        stage: stage of the model.
+        patterns: patterns of qualified names, in which ``*`` also matches dots; empty matches the stage itself, ``""``.
+
+    Returns:
+        Qualified name -> module, in order of registration. A module inside another matched module is left out.
+    """
+    if not patterns:
+        return {"": stage}
+    found: dict[str, nn.Module] = {}
+    for name, module in stage.named_modules():
+        if name and not is_inside(name, found) and any(fnmatchcase(name, pattern) for pattern in patterns):
+            found[name] = module
+    return found
+
+
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """Whether a qualified name names one of some modules, or a module or parameter inside one; ``""`` is the stage."""
+    return any(not module or name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def unmatched_patterns(stage: nn.Module, patterns: Iterable[str], strategy: str) -> dict[str, str]:
+    """Errors for patterns of modules that match no module of a stage, for :attr:`Applied.unmatched`.
+
+    Args:
+        stage: stage of the model.
+        patterns: patterns of qualified names of modules.
+        strategy: name of the strategy, for the error texts.
+    """
+    names = [name for name, _ in stage.named_modules() if name]
+    return {
+        f"match {pattern}": f"strategy '{strategy}': the pattern {pattern!r} in 'match' matches no module; modules with "
+        f"similar names: {', '.join(get_close_matches(pattern, names, 3, 0.0))}"
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    }

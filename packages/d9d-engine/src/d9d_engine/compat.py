@@ -17,13 +17,18 @@ __all__ = [
 ]  # fmt: skip
 
 
-def prepare_fsdp_gradients(root: nn.Module) -> None:
+def prepare_fsdp_gradients(root: nn.Module, *, recurse: bool = True) -> None:
     """Make every FSDP2 unit under ``root`` count a missing gradient as zeros, and accumulate in ``Tensor.grad_dtype``.
 
     FSDP2 reduces the gradients that exist on a rank. If a parameter has one on some ranks only, ranks would reduce
-    buffers of different sizes: wrong sums or a hang.
+    buffers of different sizes: wrong sums or a hang. Call this function once for each unit.
+
+    Args:
+        root: module with units; may be a unit.
+        recurse: whether to prepare the units inside ``root`` too.
     """
-    for unit in [module for module in root.modules() if isinstance(module, FSDPModule)]:
+    modules = root.modules() if recurse else [root]
+    for unit in [module for module in modules if isinstance(module, FSDPModule)]:
         if hasattr(unit, "set_reduce_scatter_unused_params"):  # newer than 2.11, where FSDP2 respects `grad_dtype`
             unit.set_reduce_scatter_unused_params(True, recurse=False)
             continue

@@ -10,7 +10,7 @@ from operator import or_
 from typing import Any
 
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config import PluginConfig, ScheduleConfig
+from d9d_core.config import PartConfig, PluginConfig, ScheduleConfig
 from d9d_core.cost import AdapterCosts, OptimizerCost, Share, Simulate, StageCost, StrategyCost
 from d9d_core.data import sample_lengths
 from d9d_core.errors import BuildError, JobError
@@ -161,6 +161,8 @@ class Workload:
         spec = self.registry.find("strategy", config.selector).spec
         if not isinstance(spec, StrategySpec) or spec.cost is None:
             return StrategyCost()
+        if isinstance(config, PartConfig) and config.match:
+            self.notes.append(f"strategy {config.selector} with 'match' is counted as if it acted on the whole model")
         effect: StrategyCost = spec.cost.load()(config)
         return effect
 

@@ -6,8 +6,7 @@ from functools import partial
 
 from d9d_core.strategy import Applied
 from d9d_core.topology import Topology
-from d9d_core.traits import HasExperts, modules_with
-from d9d_moe.expert_parallel.dispatchers import experts_of, replace_dispatchers
+from d9d_moe.expert_parallel.dispatchers import experts_of, replace_dispatchers, spread_layers
 from torch import nn
 
 from d9d_deepep.communication import DeepEPCommunication
@@ -29,7 +28,7 @@ class DeepEP:
         """
         group = topology.group("expert", "ep")
         assert group is not None  # expert_parallel is applied first, and requires the group
-        layers = modules_with(stage, HasExperts)
+        layers = spread_layers(stage)
         communication = DeepEPCommunication(
             stage,
             layers,
@@ -37,5 +36,5 @@ class DeepEP:
             topology.grid("expert").group(topology.rank, ["ep"]),
             topology.sizes["tp"],
         )
-        modules = replace_dispatchers(stage, partial(DeepEPDispatcher, group))
+        modules = replace_dispatchers(stage, partial(DeepEPDispatcher, group), layers)
         return Applied(modules=modules, outside_graph=modules, collectives=communication)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from d9d_core.config import PluginConfig, Section
+from d9d_core.config import PartConfig, PluginConfig, Section
 from d9d_core.job_file.open_union import Named
 from d9d_core.registry.capabilities import Chosen
 from d9d_core.registry.registry import Registry
@@ -26,7 +26,8 @@ def choose(registry: Registry, kind: str, where: str, config: PluginConfig) -> C
         PluginError: the registry does not have a named component.
     """
     inner = [(choose(registry, its_kind, its_where, its), its) for its_kind, its_where, its in _inside(config, where)]
-    return Chosen(where, registry.find(kind, config.selector), tuple(inner))
+    of_part = isinstance(config, PartConfig) and bool(config.match)
+    return Chosen(where, registry.find(kind, config.selector), tuple(inner), of_part)
 
 
 def _inside(section: Section, where: str) -> Iterator[tuple[str, str, PluginConfig]]:

@@ -65,11 +65,13 @@ class Chosen:
         where: field of the job.
         entry: the record and its origin.
         inner: selected records of nested configs, each with its config.
+        of_part: whether the config names modules that the component acts on, instead of the whole model.
     """
 
     where: str
     entry: Entry
     inner: Sequence[tuple[Chosen, object]] = field(default=(), compare=False)
+    of_part: bool = field(default=False, compare=False)
 
     @property
     def spec(self) -> Spec:
@@ -236,6 +238,8 @@ class Judge:
         if not self._known(token):
             return self._undeclared(item, token)
         holds, reason = self._holds(token)
+        if holds and item.of_part and all(other.of_part for other in self._chosen if _is_strategy(other, token)):
+            return Verdict(item, f"not {token}", True, f"{reason} acts on other modules of the model, as 'match' says")
         name = f"{item.entry.kind.name} {item.entry}"
         text = f"{name} conflicts with '{token}', which holds here: {reason}" if holds else f"not there: {reason}"
         return Verdict(item, f"not {token}", None if holds is None else not holds, text)
@@ -303,3 +307,7 @@ class Judge:
         if major and (has is None or has < (int(major), int(minor))):
             return False, f"this device has compute capability {'.'.join(map(str, has)) if has else 'unknown'}"
         return True, f"training runs on {device}"
+
+
+def _is_strategy(chosen: Chosen, token: str) -> bool:
+    return chosen.entry.kind.name == "strategy" and token == f"strategy:{chosen.spec.name}"

@@ -32,6 +32,7 @@ from d9d_engine.compose.joined_stages import JoinedStages, joined_stages
 from d9d_engine.compose.kernels import KernelChoice, bind_kernels, holders_alike, ops_elsewhere, slot_facts
 from d9d_engine.compose.parts.cuda_graphs import check_cuda_graphs
 from d9d_engine.compose.parts.data import check_documents, documents_of
+from d9d_engine.compose.parts.matches import check_matches, format_of_compute
 from d9d_engine.compose.parts.sample_lengths import check_lengths
 from d9d_engine.compose.root import Root
 from d9d_engine.distributed.mesh import Topology
@@ -156,6 +157,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
     full_model = joined_stages(everything)
     check_divisibility(full_model, job.mesh.sizes())
     check_documents(job, everything)
+    check_matches(full_model, selection.strategies)
     peft: PeftMethod | None = None
     trainable = frozenset(name for name, parameter in full_model.named_parameters() if parameter.requires_grad)
     tuned = frozenset[str]()
@@ -192,8 +194,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
     if trains:
         check_lengths(job, applied)
     check_cuda_graphs(applied, pipeline, root.resolution.judge.circumstances.device)
-    converted = [o.compute_dtype for _, o in applied if o.compute_dtype is not None]
-    compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
+    compute = format_of_compute(job.precision, stages.values(), applied)
     model = joined_stages(list(stages.values()))
     here = {name for name, _ in model.named_modules()}
     compiled, checkpointed = (changed_modules(anchor, applied, kinds, here) for anchor in ("compile", "checkpointing"))
@@ -382,11 +383,6 @@ def check_divisibility(stage: nn.Module, sizes: Mapping[str, int]) -> None:
                     problems[f"{cause}; use a divisor of {count}"] = None
     if problems:
         raise JobError("\n".join(problems))
-
-
-def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """Name of a dtype: ``"bfloat16"`` for ``torch.bfloat16``."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _inject(peft: PeftMethod, chosen: Chosen, stage: nn.Module) -> frozenset[str]:

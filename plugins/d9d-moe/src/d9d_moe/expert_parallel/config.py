@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_core.config import PluginConfig
+from d9d_core.config import PartConfig
 
 
-class ExpertParallelConfig(PluginConfig):
+class ExpertParallelConfig(PartConfig):
     """Expert parallelism: each rank of ``ep`` keeps a share of every layer's experts, and tokens are sent to them."""
 
     name: Literal["expert_parallel"] = "expert_parallel"

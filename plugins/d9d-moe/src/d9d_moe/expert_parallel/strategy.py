@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.strategy import Applied, GradientOwner
+from d9d_core.strategy import Applied, GradientOwner, is_inside, matched_modules, unmatched_patterns
 from d9d_core.topology import Topology
 from d9d_core.traits import Dispatcher, HasExperts, modules_with
 from torch import nn
@@ -47,11 +47,12 @@ class ExpertParallel:
         mesh, group = topology.mesh(VIEW, "ep"), topology.group(VIEW, "ep")
         assert group is not None  # there is a mesh
         banks: dict[str, nn.Module] = {}
-        found = modules_with(stage, HasExperts)
+        parts = matched_modules(stage, self.config.match)
+        found = {name: layer for name, layer in modules_with(stage, HasExperts).items() if is_inside(name, parts)}
         if not found and topology.sizes["pp"] == 1:  # a stage of several may be without
+            where = "module in 'match'" if self.config.match else "layer of the model"
             raise BuildError(
-                f"strategy '{self.config.name}': no layer of the model has experts to shard; remove the strategy "
-                "from 'parallel'"
+                f"strategy '{self.config.name}': no {where} has experts to shard; remove the strategy from 'parallel'"
             )
         experts = {name: experts_of(layer) for name, layer in found.items()}
         for name, layer in found.items():
@@ -63,13 +64,14 @@ class ExpertParallel:
             summed = AllToAllDispatcher(group, experts)
             return summed if self.config.combine == "summed" else SeparateDispatcher(summed)
 
-        layers = replace_dispatchers(stage, dispatcher)
+        layers = replace_dispatchers(stage, dispatcher, found)
         parameters = [own for name, bank in banks.items() for own, _ in bank.named_parameters(name)]
         return Applied(
             modules=(*layers, *banks),
             # No reduction over ep: the tokens of all its ranks were sent to the experts.
             gradients=tuple(GradientOwner(parameter, "ep", "none") for parameter in parameters),
             views=dict.fromkeys(parameters, VIEW),
+            unmatched=unmatched_patterns(stage, self.config.match, self.config.name),
             outside_graph=layers,
             collectives=ExpertCommunication(
                 {name: (layer, layer.dispatcher) for name, layer in found.items()},

@@ -47,6 +47,7 @@ class FsdpCommunication:
         defer: reductions deferred to the last microbatch.
         param_dtype: dtype of gathered parameters, if it differs from the dtype of the parameters.
         reduce_dtype: dtype of reductions, if it differs from the dtype of the gradients.
+        together: units of all entries of the stage, which prefetch each other, in the same order; by default ``units``.
     """
 
     stage: nn.Module
@@ -55,13 +56,15 @@ class FsdpCommunication:
     defer: Literal["nothing", "all_reduce", "everything"]
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    together: Sequence[Unit] = ()
 
     def __call__(self, step: StepShape) -> Iterator[Collective]:
         """List the all-gathers, reduce-scatters and all-reduces of all units."""
-        times = times_gathered(step.passes, self.units)
-        for unit, (forward, backward) in zip(self.units, times, strict=True):
-            yield from self._gathers(unit, forward, backward)
-            yield from self._reductions(unit, step)
+        together, own = self.together or self.units, {unit.name for unit in self.units}
+        for unit, (forward, backward) in zip(together, times_gathered(step.passes, together), strict=True):
+            if unit.name in own:
+                yield from self._gathers(unit, forward, backward)
+                yield from self._reductions(unit, step)
 
     def _gathers(self, unit: Unit, forward: int, backward: int) -> Iterator[Collective]:
         shards, what = self._ranks(unit, unit.dims[-1]), f"parameters of {unit.name or 'the rest'}"

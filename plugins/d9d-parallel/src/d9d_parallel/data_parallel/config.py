@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_core.config import PluginConfig
+from d9d_core.config import PartConfig
 from pydantic import NonNegativeInt, PositiveInt
 
 Dtype = Literal["float32", "bfloat16"]
 
 
-class DataParallelConfig(PluginConfig):
+class DataParallelConfig(PartConfig):
     """Shared fields of the data-parallel strategies ``replicate``, ``fsdp`` and ``hsdp``."""
 
     compute_dtype: Dtype | None = None
@@ -44,7 +44,7 @@ class ReplicateConfig(DataParallelConfig):
     @property
     def needs_no_units(self) -> bool:
         """Whether no setting needs units of FSDP2: gradients can be reduced in place, once per step."""
-        return self == ReplicateConfig(defer=self.defer)
+        return self == ReplicateConfig(defer=self.defer, match=self.match)
 
 
 class ShardedConfig(DataParallelConfig):

@@ -12,11 +12,11 @@ prefetched one ahead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 # All access to a unit's parameters is private in torch. If the names do not exist, FSDP2's own code runs, and
@@ -33,8 +33,8 @@ _OF_PARAMETER = (
 )  # fmt: skip
 
 
-def gather_directly(root: nn.Module) -> list[DirectGather]:
-    """Make the FSDP2 units under a module gather directly into their parameters, where possible.
+def gather_directly(units: Iterable[FSDPModule]) -> list[DirectGather]:
+    """Make FSDP2 units gather directly into their parameters, where possible.
 
     Units stay unchanged if a parameter is sharded along another dimension or unevenly, is offloaded to host memory, or
     has its own gathering hooks, such as 8-bit parameters.
@@ -42,7 +42,7 @@ def gather_directly(root: nn.Module) -> list[DirectGather]:
     Returns:
         The units that gather directly.
     """
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in root.modules() if isinstance(unit, FSDPModule)]  # noqa: SLF001
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]  # noqa: SLF001
     return [DirectGather(group) for group in groups if group is not None and _fits(group)]
 
 

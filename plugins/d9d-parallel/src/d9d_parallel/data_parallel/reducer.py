@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from d9d_engine.compat import keep_fsdp_gradients, reduce_fsdp_gradients
 from torch.distributed.fsdp import FSDPModule
+
+#: Reductions that wait for the last microbatch.
+Deferred = Literal["nothing", "all_reduce", "everything"]
 
 
 class FsdpReducer:
@@ -16,14 +20,16 @@ class FsdpReducer:
 
     Args:
         root: stage wrapped by FSDP2.
-        defer: reductions deferred to the last microbatch.
     """
 
-    def __init__(self, root: FSDPModule, defer: Literal["nothing", "all_reduce", "everything"]) -> None:
+    def __init__(self, root: FSDPModule) -> None:
         self._root = root
-        self._defer = defer
+        self._entries: list[_Entry] = []
         self._waiting = False
-        self._syncs = True
+
+    def add(self, units: Sequence[FSDPModule], defer: Deferred) -> None:
+        """Add the units of one entry of ``parallel``, and the reductions that it defers to the last microbatch."""
+        self._entries.append(_Entry(units, defer))
 
     def before_backward(self, last: bool, complete: bool = True) -> None:
         """Set the reductions of the next backward.
@@ -35,9 +41,8 @@ class FsdpReducer:
         self._waiting |= not complete
         last = last and not self._waiting
         self._root.set_is_last_backward(last)
-        self._sync(not self._waiting and (last or self._defer != "everything"))
-        if self._defer == "all_reduce":
-            self._root.set_requires_all_reduce(last)
+        for entry in self._entries:
+            entry.reduce_next(not self._waiting and (last or entry.defer != "everything"), last)
 
     def after_weights(self) -> None:
         """Add the new gradients to the sums of earlier microbatches, in the accumulation format."""
@@ -47,12 +52,29 @@ class FsdpReducer:
         """Reduce all gradients that are deferred. Collective over the ranks of all units of the stage."""
         self._waiting = False
         self._root.set_is_last_backward(True)
-        self._sync(True)
-        if self._defer == "all_reduce":
-            self._root.set_requires_all_reduce(True)
+        for entry in self._entries:
+            entry.reduce_next(True, True)
         reduce_fsdp_gradients(self._root)
 
-    def _sync(self, on: bool) -> None:
-        if on != self._syncs:
-            self._root.set_requires_gradient_sync(on)
-            self._syncs = on
+
+class _Entry:
+    """Units of one entry of ``parallel``.
+
+    Attributes:
+        defer: reductions deferred to the last microbatch.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], defer: Deferred) -> None:
+        self.defer = defer
+        self._units = units
+        self._reduces = True
+
+    def reduce_next(self, reduces: bool, last: bool) -> None:
+        """Set whether the next backward reduces gradients, and whether it is the last one."""
+        if reduces != self._reduces:
+            for unit in self._units:
+                unit.set_requires_gradient_sync(reduces, recurse=False)
+            self._reduces = reduces
+        if self.defer == "all_reduce":
+            for unit in self._units:
+                unit.set_requires_all_reduce(last, recurse=False)

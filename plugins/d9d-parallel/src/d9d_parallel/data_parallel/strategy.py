@@ -9,13 +9,21 @@ axes of all parameters that it wraps.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial, reduce
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.strategy import Applied, GradientOwner, no_collectives
+from d9d_core.strategy import (
+    Applied,
+    GradientOwner,
+    is_inside,
+    matched_modules,
+    no_collectives,
+    unmatched_patterns,
+)
 from d9d_core.tensors import local
 from d9d_core.topology import Topology
 from d9d_engine.compat import prepare_fsdp_gradients
@@ -46,6 +54,8 @@ class _Dims:
     axes: tuple[str, ...]
 
 
+#: Name of the stage's attribute with the units of all entries.
+_ENTRIES = "data_parallel_entries"
 _SHARDED = _Dims(("fsdp",), (SHARDS,), ("dp_shard", "cp"))
 _REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate", "dp_shard", "cp"))
 
@@ -56,19 +66,43 @@ class Replicate:
     FSDP2 is used only for settings that need it: compute formats, offload, shards over ``cp``, and pipeline stages
     whose gradients are due at different times. Otherwise the stage stays unchanged, and gradients are reduced in place,
     in buckets during the last backward of a step, without copies of parameters and with copies of only few gradients.
+
+    With ``match``, the matched modules are whole on every rank of all data axes, and FSDP2 is used only for formats and
+    offload, which need a mesh without ``dp_shard``.
     """
 
     def __init__(self, config: ReplicateConfig) -> None:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Wrap the stage with FSDP2 if needed, or leave it unchanged. Collective over all ranks."""
-        alone = all(topology.sizes[axis] == 1 for axis in ("pp", "dp_shard", "cp"))
-        if alone and self._config.needs_no_units and not _is_wrapped(stage):
-            owners = (GradientOwner(name, "dp_replicate", "sync") for name, _ in stage.named_parameters())
-            return Applied(modules=("",), gradients=tuple(owners), collectives=no_collectives)
+        """Wrap the stage or its matched modules with FSDP2 if needed. Collective over all ranks.
+
+        Raises:
+            BuildError: settings of matched modules need FSDP2, but the mesh has ``dp_shard``.
+        """
+        config, sizes = self._config, topology.sizes
+        alone = all(sizes[axis] == 1 for axis in ("pp", "dp_shard", "cp")) and not _is_wrapped(stage)
+        if config.needs_no_units and (alone or config.match):
+            parts = matched_modules(stage, config.match)
+            owners = (
+                GradientOwner(name, axis, "sync")
+                for name, _ in stage.named_parameters()
+                if is_inside(name, parts)
+                for axis in ("dp_replicate", "dp_shard", "cp")
+            )
+            return Applied(
+                modules=tuple(parts),
+                gradients=tuple(owners),
+                unmatched=unmatched_patterns(stage, config.match, config.name),
+                collectives=no_collectives,
+            )
+        if config.match and sizes["dp_shard"] > 1:
+            raise BuildError(
+                f"strategy '{config.name}' with 'match' supports only the further field 'defer' if mesh.dp_shard is "
+                "more than 1; remove the other fields, or use precision.autocast for a compute format"
+            )
         # FSDP2 copies parameters for the forward even if there is nothing to gather; one copy per step is enough.
-        return wrap(stage, topology, _REPLICATED, self._config, reshard_after_forward=False)
+        return wrap(stage, topology, _REPLICATED, config, reshard_after_forward=False)
 
 
 class Fsdp:
@@ -78,7 +112,7 @@ class Fsdp:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Wrap the stage with FSDP2, sharded over ``dp_shard`` and ``cp``. Collective over all ranks."""
+        """Wrap the stage or its matched modules, sharded over ``dp_shard`` and ``cp``. Collective over all ranks."""
         return wrap(stage, topology, _SHARDED, self._config, self._config.reshard_after_forward)
 
 
@@ -89,7 +123,7 @@ class Hsdp:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Wrap the stage with FSDP2, sharded and replicated. Collective over all ranks."""
+        """Wrap the stage or its matched modules, sharded and replicated. Collective over all ranks."""
         return wrap(stage, topology, _REPLICATED, self._config, self._config.reshard_after_forward)
 
 
@@ -102,37 +136,48 @@ def wrap(
 ) -> Applied:
     """Make every block of the stage, and the rest of the stage, a unit of FSDP2. In place. Collective over all ranks.
 
-    A stage without blocks is one unit, whose parameters are all gathered at once.
+    A stage without blocks is one unit, whose parameters are all gathered at once. With ``match``, the units are the
+    blocks in matched modules, and the rest of each matched module; the stage is a unit without parameters, so that all
+    units share FSDP2's streams and prefetch each other.
 
     Args:
         stage: stage on the meta device.
         topology: topology with the meshes.
         dims: one dimension to shard over, or two: replicas, then shards.
         config: config of the strategy.
-        reshard_after_forward: argument of FSDP2; the root keeps its parameters, which the backward needs first.
+        reshard_after_forward: argument of FSDP2; units outside of blocks keep their parameters, which the backward
+            needs first, and which other modules may read, such as a tied embedding.
 
     Raises:
         BuildError: the group size does not divide, units share a parameter, or another data-parallel strategy was
             applied already.
     """
-    if _is_wrapped(stage):
-        raise BuildError(
-            f"parallel: '{config.name}' follows another strategy of data parallelism; list only one of replicate, fsdp "
-            "and hsdp"
-        )
-    mesh = topology.mesh("dense", *dims.dense)
-    blocks, experts = blocks_of(stage), find_banks(stage)
+    mesh = topology.mesh("dense", *dims.dense)  # first, because all ranks create its groups
+    parts = matched_modules(stage, config.match)
+    whole = not config.match
+    unmatched = unmatched_patterns(stage, config.match, config.name)
+    if not parts:  # another stage of the pipeline has the modules
+        return Applied(modules=(), unmatched=unmatched, collectives=no_collectives)
+    _check_apart(stage, parts, config.name)
+    blocks = {name: block for name, block in blocks_of(stage).items() if is_inside(name, parts)}
+    experts = {name: bank for name, bank in find_banks(stage).items() if is_inside(name, parts)}
     banks = {name: bank for name, bank in experts.items() if is_spread(bank)}
-    _check_ties(stage, blocks, config.name)
-    ignored, unmatched = _ignored(stage, config)
     _check_group(reshard_after_forward, mesh, config.name, spread=bool(banks))
-    policy = MixedPrecisionPolicy(_dtype(config.compute_dtype), _reduce_dtype(stage, config))
+    ignored, unmatched_names = _ignored(stage, config)
+    others = ignored | {name for name, _ in stage.named_parameters() if not is_inside(name, parts)}
+    skipped = {parameter for name, parameter in stage.named_parameters() if name in others}
+    rest = _rest(parts, {**banks, **blocks}, ignored)
+    inside = {name: module for name, module in rest.items() if not whole and is_inside(name, blocks_of(stage))}
+    outside = {name: module for name, module in rest.items() if name not in inside}
+    _check_ties(stage, {**blocks, **rest}, config.name)
+    policy = MixedPrecisionPolicy(_dtype(config.compute_dtype), _reduce_dtype(stage, parts, config))
     root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, _dtype(config.output_dtype))
     pinned = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
     _check_formats(stage, experts, ignored, policy.param_dtype, config.name)
-    skipped = {parameter for name, parameter in stage.named_parameters() if name in ignored}
-    units_here = _units(stage, banks, blocks, ignored, dims, reshard_after_forward, config.backward_prefetch)
+    chain = _in_order(stage, {**blocks, **inside})  # units whose parameters are gathered one after the other
+    units_here = _units(stage, banks, chain, outside, others, dims, reshard_after_forward, config.backward_prefetch)
+    before = {id(module) for module in stage.modules() if isinstance(module, FSDPModule)}
     for bank in banks.values():
         fully_shard(
             bank,
@@ -143,51 +188,52 @@ def wrap(
             offload_policy=offload,
             ignored_params=skipped,
         )
-    for block in blocks.values():
+    for name, module in (*chain.items(), *outside.items()):
         fully_shard(
-            block,
+            module,
             mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward if name in chain else False,
+            mp_policy=policy if whole and name in chain else root_policy,
             offload_policy=offload,
             ignored_params=skipped,
         )
-    root = fully_shard(
-        stage,
-        mesh=mesh,
-        reshard_after_forward=False,
-        mp_policy=root_policy,
-        offload_policy=offload,
-        ignored_params=skipped,
-    )
-    units = [unit for unit in stage.modules() if isinstance(unit, FSDPModule)]
+    if not isinstance(stage, FSDPModule):
+        fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=set(stage.parameters()))
+    units = [unit for unit in stage.modules() if isinstance(unit, FSDPModule) and id(unit) not in before]
     for unit in units:
         # FSDP2 would average, and gloo has no scaled sum: so a divisor of one and plain sums.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    direct = gather_directly(stage)
+    direct = gather_directly(units)
     reduce_directly(direct)
-    prepare_fsdp_gradients(stage)
+    for unit in units:
+        assert isinstance(unit, nn.Module)
+        prepare_fsdp_gradients(unit, recurse=False)
     stage.register_forward_hook(partial(_reshard_without_backward, direct))
     # A direct gather begins when the host asks for it, so at least one block is prefetched.
-    ahead = config.forward_prefetch or int(any(stage not in gather.group.modules for gather in direct))
-    _prefetch([_units_of(block) for block in blocks.values()], ahead, config.backward_prefetch)
+    gathered = {module for gather in direct for module in gather.group.modules} - set(outside.values())
+    ahead = config.forward_prefetch or int(bool(gathered))
+    _prefetch([_units_of(module) for module in chain.values()], ahead, config.backward_prefetch)
     spread = {f"{bank}.{name}" for bank, module in banks.items() for name, _ in module.named_parameters()}
     owners = (
         GradientOwner(name, axis, "fsdp")
-        for name, parameter in stage.named_parameters()
-        if name not in ignored
+        for name, _ in stage.named_parameters()
+        if name not in others
         for axis in (dims.experts if name in spread else dims.axes)
     )
+    is_first = _ENTRIES not in vars(stage)
+    entries = _Entries.of(stage)
+    entries.add(stage, units_here)
+    entries.reducer.add(units, config.defer)
     return Applied(
-        modules=(*banks, *blocks, ""),
+        modules=(*banks, *chain, *outside),
         gradients=tuple(owners),
-        reducers=(FsdpReducer(root, config.defer),),
+        reducers=(entries.reducer,) if is_first else (),
         compute_dtype=policy.param_dtype,
-        on_host=frozenset(name for name, _ in stage.named_parameters() if config.offload and name not in ignored),
-        unmatched=unmatched,
+        on_host=frozenset(name for name, _ in stage.named_parameters() if config.offload and name not in others),
+        unmatched=unmatched | unmatched_names,
         collectives=FsdpCommunication(
-            stage, topology, units_here, config.defer, policy.param_dtype, policy.reduce_dtype
+            stage, topology, units_here, config.defer, policy.param_dtype, policy.reduce_dtype, entries.units
         ),
     )
 
@@ -197,11 +243,82 @@ def _is_wrapped(stage: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in stage.modules())
 
 
+def _check_apart(stage: nn.Module, parts: Mapping[str, nn.Module], strategy: str) -> None:
+    """Raise an error if a module that is to be wrapped belongs to a unit already."""
+    for name, part in parts.items():
+        around = [name[: place.start()] for place in re.finditer(r"\.", name)]
+        if _is_wrapped(part) or any(isinstance(stage.get_submodule(outer), FSDPModule) for outer in around):
+            raise BuildError(
+                f"parallel: '{strategy}' acts on {name or 'the whole model'}, on which another strategy of data "
+                "parallelism acts already; list one of replicate, fsdp and hsdp, or give each entry its modules by "
+                "'match'"
+            )
+
+
+def _rest(
+    parts: Mapping[str, nn.Module], inner: Mapping[str, nn.Module], ignored: frozenset[str]
+) -> dict[str, nn.Module]:
+    """Modules with the parameters of the parts that are in no inner unit, by name.
+
+    FSDP2 cannot wrap a container that is never called, such as ``ModuleDict``: its children stand for it.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, part in parts.items():
+        left = [
+            own
+            for own, _ in part.named_parameters(name)
+            if own.removeprefix(".") not in ignored and not is_inside(own.removeprefix("."), inner)
+        ]
+        if name and isinstance(part, nn.ModuleDict | nn.ModuleList):
+            found |= _rest({f"{name}.{child}": module for child, module in part.named_children()}, inner, ignored)
+        elif left or not name:
+            found[name] = part
+    return {name: module for name, module in found.items() if name not in inner}
+
+
+def _in_order(stage: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Modules in the order of registration, in which a stage runs its blocks."""
+    return {name: module for name, module in stage.named_modules() if name in modules}
+
+
+@dataclass
+class _Entries:
+    """Units of all entries of a job in one stage: FSDP2 prefetches and reduces them together.
+
+    Attributes:
+        reducer: reducer of all units.
+        units: units in the order in which their forwards end.
+    """
+
+    reducer: FsdpReducer
+    units: list[Unit]
+
+    @classmethod
+    def of(cls, stage: nn.Module) -> _Entries:
+        """Units of the entries that were applied to a stage, kept as an attribute of the stage."""
+        assert isinstance(stage, FSDPModule)
+        known: _Entries = vars(stage).setdefault(_ENTRIES, cls(FsdpReducer(stage), []))
+        return known
+
+    def add(self, stage: nn.Module, units: Sequence[Unit]) -> None:
+        """Add the units of an entry."""
+        ends = list(_ends(stage))
+        self.units[:] = sorted([*self.units, *units], key=lambda unit: ends.index(unit.name))
+
+
+def _ends(module: nn.Module, name: str = "") -> Iterator[str]:
+    """Names of a module and all modules inside it, in the order in which their forwards end."""
+    for child, inner in module.named_children():
+        yield from _ends(inner, f"{name}.{child}" if name else child)
+    yield name
+
+
 def _units(
     stage: nn.Module,
     banks: Mapping[str, nn.Module],
-    blocks: Mapping[str, nn.Module],
-    ignored: frozenset[str],
+    chain: Mapping[str, nn.Module],
+    outside: Mapping[str, nn.Module],
+    others: Set[str],
     dims: _Dims,
     reshard_after_forward: bool | int,
     prefetch: int,
@@ -210,16 +327,17 @@ def _units(
 
     A parameter belongs to the innermost unit around it.
     """
-    left = {name: local(parameter).shape for name, parameter in stage.named_parameters() if name not in ignored}
-    inside = {block: [bank for bank in banks if bank.startswith(f"{block}.")] for block in blocks}
-    units, first = [], next(iter(blocks), None)
-    for name in (*(one for block in blocks for one in (*inside[block], block)), ""):
-        own = {key: shape for key, shape in left.items() if not name or key.startswith(f"{name}.")}
+    left = {name: local(parameter).shape for name, parameter in stage.named_parameters() if name not in others}
+    units, first = [], next(iter(chain), None)
+    for name in _ends(stage):
+        if name not in {**banks, **chain, **outside}:
+            continue
+        own = {key: shape for key, shape in left.items() if is_inside(key, [name])}
         left = {key: shape for key, shape in left.items() if key not in own}
         view, over = (VIEW, dims.experts) if name in banks else ("dense", dims.dense)
-        ahead = prefetch > 0 and name in blocks and name != first
+        ahead = prefetch > 0 and name in chain and name != first
         if own:
-            reshards = reshard_after_forward if name else False
+            reshards = False if name in outside else reshard_after_forward
             units.append(Unit(name, own, view, over, reshards, prefetches=ahead, even=name in banks))
     return units
 
@@ -271,8 +389,9 @@ def _check_group(reshard_after_forward: bool | int, mesh: DeviceMesh, strategy: 
     )
 
 
-def _check_ties(stage: nn.Module, blocks: Mapping[str, nn.Module], strategy: str) -> None:
-    unit_of = {id(module): name for name, block in blocks.items() for module in block.modules()}
+def _check_ties(stage: nn.Module, units: Mapping[str, nn.Module], strategy: str) -> None:
+    # Inner units last, which replace the units around them.
+    unit_of = {id(module): name for name in sorted(units) for module in units[name].modules()}
     seen: dict[int, tuple[str, str]] = {}
     for owner, module in stage.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(owner, recurse=False):
@@ -318,12 +437,13 @@ def _windows(blocks: list[list[FSDPModule]], depth: int) -> Iterable[tuple[list[
         yield units, [*units[1:], *(unit for later in following for unit in later)]
 
 
-def _reduce_dtype(stage: nn.Module, config: DataParallelConfig) -> torch.dtype | None:
+def _reduce_dtype(stage: nn.Module, parts: Mapping[str, nn.Module], config: DataParallelConfig) -> torch.dtype | None:
     """Dtype of sums over ranks; ``None`` for the dtype in which gradients are accumulated."""
     compute = _dtype(config.compute_dtype)
     if config.reduce_dtype is not None or compute is None:
         return _dtype(config.reduce_dtype)
-    stored = {parameter.dtype for parameter in stage.parameters() if parameter.requires_grad}
+    owned = (parameter for name, parameter in stage.named_parameters() if is_inside(name, parts))
+    stored = {parameter.dtype for parameter in owned if parameter.requires_grad}
     wide = reduce(torch.promote_types, stored, compute)
     # Explicit, because torch 2.11 defaults to the compute format, and later releases to the parameters' format.
     return None if stored <= {compute} else wide

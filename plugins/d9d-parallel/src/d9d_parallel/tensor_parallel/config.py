@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_core.config import PluginConfig
+from d9d_core.config import PartConfig
 
 
-class TensorParallelConfig(PluginConfig):
+class TensorParallelConfig(PartConfig):
     """Tensor parallelism of attention, feed-forward, embedding and head; other layers split the positions."""
 
     name: Literal["tensor_parallel"] = "tensor_parallel"

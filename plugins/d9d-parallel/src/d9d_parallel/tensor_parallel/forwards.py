@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from d9d_parallel.ranks import Ranks
-from d9d_parallel.tensor_parallel.collectives import gather, scatter_sum
+from d9d_parallel.tensor_parallel.collectives import OwnPositions, gather, scatter_sum
 
 
 class LocalShards:
@@ -164,6 +164,23 @@ class EmbeddingForward(LocalShards):
         finally:
             module.padding_idx = padding
         return found
+
+
+class OwnTokens:
+    """Forward of an embedding with a whole weight: all tokens [B, S] to features of this rank's positions.
+
+    Args:
+        module: embedding.
+        share: positions of this rank.
+    """
+
+    def __init__(self, module: nn.Embedding, share: OwnPositions) -> None:
+        self.forward: Callable[..., Any] = module.forward
+        self.share = share
+
+    def __call__(self, tokens: Tensor) -> Any:
+        """Look up this rank's positions of the tokens."""
+        return self.forward(self.share.own(tokens))
 
 
 class WholeSequence:

@@ -8,7 +8,7 @@ instead of an all-reduce, there is an all-gather before and a reduce-scatter aft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from d9d_core.errors import BuildError
 from d9d_core.model import (
@@ -23,7 +23,14 @@ from d9d_core.model import (
     TermKind,
     VocabularyShare,
 )
-from d9d_core.strategy import Applied, CommunicatesAlone, GradientOwner
+from d9d_core.strategy import (
+    Applied,
+    CommunicatesAlone,
+    GradientOwner,
+    is_inside,
+    matched_modules,
+    unmatched_patterns,
+)
 from d9d_core.topology import Topology
 from d9d_core.traits import TensorParallelizable, TensorStyle, modules_with
 from torch import nn
@@ -42,6 +49,7 @@ from d9d_parallel.tensor_parallel.forwards import (
     LocalShards,
     OwnHeads,
     OwnHeadsForward,
+    OwnTokens,
     RowForward,
     WholeSequence,
     local_of,
@@ -68,6 +76,11 @@ class TensorParallel:
         """
         group = topology.group("dense", "tp")
         assert group is not None  # there is a mesh
+        if any(isinstance(one, DTensor) and "tp" in _names_of(one.device_mesh) for one in stage.parameters()):
+            raise BuildError(
+                f"strategy '{self._config.name}' stands twice in 'parallel', but it divides the positions between all "
+                "layers; give all patterns in the field 'match' of one entry"
+            )
         numbers = topology.grid("dense").group(topology.rank, ["tp"])
         communication = TensorCommunication(stage, numbers)
         ranks = Ranks(group)
@@ -75,7 +88,8 @@ class TensorParallel:
         if self._config.asynchronous:
             alone = topology.sizes["pp"] == 1  # only overlapped pairs of a pipeline run on other streams
             products = AsyncProducts(ranks, symmetric=is_usable(ranks, topology.device), in_graphs=alone)
-        split = _Split(topology.mesh("dense", "tp"), ranks, self._config.name, communication, products)
+        parts = matched_modules(stage, self._config.match)
+        split = _Split(topology.mesh("dense", "tp"), ranks, self._config.name, communication, products, parts)
         if not isinstance(stage, SplitsSequence):
             raise BuildError(
                 f"strategy '{self._config.name}' splits positions between layers, but {type(stage).__name__} lacks "
@@ -85,10 +99,12 @@ class TensorParallel:
         stage.split_sequence(split.ranks.size)
         for name, owner in modules_with(stage, TensorParallelizable).items():
             split.children(name, owner)
+        split.check_parts()
         split.check(stage, shared)
         return Applied(
             modules=tuple(split.changed),
             gradients=tuple(split.gradients(stage)),
+            unmatched=unmatched_patterns(stage, self._config.match, self._config.name),
             sequence_ranks=split.ranks.size,
             notes=tuple(split.notes),
             collectives=communication,
@@ -104,6 +120,7 @@ class _Split:
         strategy: name of the strategy, for error messages.
         communication: collects the collectives of the split modules.
         products: products that overlap with the exchange of positions; ``None`` for no overlap.
+        parts: modules to split, by qualified name; other modules stay whole on every rank. By default all modules.
     """
 
     def __init__(
@@ -113,6 +130,7 @@ class _Split:
         strategy: str,
         communication: TensorCommunication,
         products: AsyncProducts | None = None,
+        parts: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self.mesh, self.ranks, self.products = mesh, ranks, products
         self.communication = communication
@@ -120,15 +138,19 @@ class _Split:
         self.styles: dict[str, TensorStyle] = {}
         self.changed: list[str] = []
         self._strategy = strategy
+        self._parts = {"": None} if parts is None else parts
+        self._whole: set[str] = set()
 
     def children(self, name: str, owner: nn.Module) -> None:
         assert isinstance(owner, TensorParallelizable)
         plan = owner.tensor_parallel_plan()
+        if self._stays_whole(name, owner, columns=TensorStyle.COLUMN in plan.values()):
+            return
         heads = owner.tensor_parallel_heads() if isinstance(owner, HasHeads) else {}
         for child_name, style in plan.items():
             child, whole = owner.get_submodule(child_name), _join(name, child_name)
             self.styles[whole] = style
-            self.changed.append(whole)
+            self._record(whole)
             if style is TensorStyle.COLUMN:
                 self._columns(whole, child, heads.get(child_name))
             elif style is TensorStyle.ROW:
@@ -151,9 +173,36 @@ class _Split:
                 _replace(owner, AsyncColumns(owner, lent, self.products))
             else:
                 _replace(owner, WholeSequence(owner, self.ranks, summed=True))
-            self.changed.append(name)
+            self._record(name)
             features = owner.get_submodule(columns[0]).get_parameter("weight").shape[1]
             self._site(name, "all_gather", "reduce_scatter", features, in_turns=bool(lent))
+
+    def _record(self, name: str) -> None:
+        if is_inside(name, self._parts):
+            self.changed.append(name)
+
+    def _stays_whole(self, name: str, owner: nn.Module, *, columns: bool) -> bool:
+        """Whether no pattern matches a module with column-wise layers; each rank then computes all its features."""
+        if name and is_inside(name, self._whole):
+            return True
+        if not columns or is_inside(name, self._parts):
+            return False
+        _replace(owner, GatheredSequence(owner, self.ranks))
+        self.styles[name] = TensorStyle.GATHERED
+        self._whole.add(name)
+        self._site(name, "all_gather", "reduce_scatter", None)
+        return True
+
+    def _leave_vocabulary_whole(self, name: str, child: nn.Module) -> None:
+        """Leave an embedding or a head that no pattern matches whole on every rank."""
+        self._whole.add(name)
+        if isinstance(child, nn.Embedding):
+            _replace(child, OwnTokens(child, OwnPositions(self.ranks)))
+            self.styles[name] = TensorStyle.SEQUENCE
+            return
+        _replace(child, WholeSequence(child, self.ranks, summed=False))
+        self.styles[name] = TensorStyle.WHOLE
+        self._site(name, "all_gather", None, None)
 
     def _lent(self, owner: nn.Module, child_name: str, heads: int | None) -> Column | None:
         """Column-wise layer whose product can be computed while its rows are gathered; ``None`` if not possible."""
@@ -232,6 +281,10 @@ class _Split:
 
     def _vocabulary(self, name: str, child: nn.Module) -> None:
         tied = getattr(child, "weight", None) is None
+        # A tied head is always split: gradients of its words are partial sums, like the gradients of the embedding.
+        if not tied and not is_inside(name, self._parts):
+            self._leave_vocabulary_whole(name, child)
+            return
         rows = getattr(child, "vocabulary", None) if tied else len(child.get_parameter("weight"))
         if not tied:
             self._shard(child, TensorStyle.VOCAB)
@@ -287,6 +340,23 @@ class _Split:
         if style is TensorStyle.COLUMN and getattr(child, "bias", None) is not None:
             shard(child, "bias", self.mesh, 0)
 
+    def check_parts(self) -> None:
+        """Check that each matched module is split, and note modules that are left whole.
+
+        Raises:
+            BuildError: a pattern matches a module that cannot be split alone.
+        """
+        split = [name for name, style in self.styles.items() if style in _SPLIT]
+        for part in filter(None, self._parts):
+            if not any(is_inside(name, [part]) for name in split):
+                around = [name for name in self.styles if is_inside(part, [name])]
+                hint = f"match {around[0]!r} instead" if around else "remove the pattern"
+                raise BuildError(
+                    f"strategy '{self._strategy}': 'match' matches '{part}', which cannot be split alone; {hint}"
+                )
+        if self._whole:
+            self.notes.append(f"whole on every rank, since 'match' does not match them: {_listed(self._whole)}")
+
     def check(self, stage: nn.Module, shared: Iterable[Sequence[str]]) -> None:
         """Raise an error if a parameter of the stage is in no tensor-parallel plan, or if several modules share it."""
         for names in shared:
@@ -328,7 +398,7 @@ def _shared(stage: nn.Module) -> list[list[str]]:
     return [each for each in names.values() if len(each) > 1]
 
 
-def _replace(module: nn.Module, forward: LocalShards | WholeSequence | AsyncColumns) -> None:
+def _replace(module: nn.Module, forward: LocalShards | OwnTokens | WholeSequence | AsyncColumns) -> None:
     # A bound method: Dynamo guards on the identity of other callables, and would recompile for every block.
     module.forward = forward.__call__
 
@@ -341,3 +411,12 @@ def _terms(name: str, layer: nn.Module, *which: TermKind) -> dict[str, nn.Module
 
 def _join(name: str, child: str) -> str:
     return f"{name}.{child}" if name else child
+
+
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
