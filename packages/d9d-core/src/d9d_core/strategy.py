@@ -353,8 +353,8 @@ def unmatched_patterns(stage: nn.Module, patterns: Iterable[str], strategy: str)
     """
     names = [name for name, _ in stage.named_modules() if name]
     return {
-        f"match {pattern}": f"strategy '{strategy}': the pattern {pattern!r} in 'match' matches no module; modules with "
-        f"similar names: {', '.join(get_close_matches(pattern, names, 3, 0.0))}"
+        f"match {pattern}": f"strategy '{strategy}': the pattern {pattern!r} in 'match' matches no module; modules "
+        f"with similar names: {', '.join(get_close_matches(pattern, names, 3, 0.0))}"
         for pattern in patterns
         if not any(fnmatchcase(name, pattern) for name in names)
     }
