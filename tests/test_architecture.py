@@ -74,7 +74,7 @@ LAYERS = {
         {"step"},
         {"run"},
         {"compose"},
-        {"joining"},
+        {"joining", "own_loop"},
         {"job"},
         {"launch"},
         {"cli"},

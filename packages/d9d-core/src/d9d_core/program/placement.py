@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config import ScheduleConfig
+from d9d_core.config import PluginConfig, ScheduleConfig
 from d9d_core.errors import BuildError, JobError
 from d9d_core.job_file.job import BaseJob
 from d9d_core.job_file.resolve import Parts
 from d9d_core.model import Stage
 from d9d_core.plugin import ScheduleSpec
 from d9d_core.program.validation import placement, validate
+from d9d_core.registry.capabilities import Chosen
 from d9d_core.schedule import (
     Action,
     Backward,
@@ -101,17 +102,7 @@ def plan_pipeline(job: BaseJob, selection: Parts) -> Pipeline:
         if job.mesh.pp > 1:
             raise BuildError(f"mesh.pp is {job.mesh.pp}, but the job names no schedule; add 'pipeline: <name>'")
         return Pipeline()
-    schedule: Schedule = instantiate(selection.schedule, job.pipeline)
-    programs = checked_programs(schedule, job.mesh.pp, job.microbatches)
-    spec = selection.schedule.spec
-    assert isinstance(spec, ScheduleSpec)
-    kinds = frozenset(
-        type(part) for program in programs for action in program for part in (action, *compute_parts(action))
-    )
-    if spec.handlers is None:
-        _check_handled(job.pipeline.name, kinds)
-    layers = job.pipeline.layers if isinstance(job.pipeline, ScheduleConfig) else None
-    pipeline = Pipeline(schedule, _hosts(programs), job.mesh.pp, layers, kinds, {job.microbatches: programs})
+    pipeline = scheduled(selection.schedule, job.pipeline, job.mesh.pp, job.microbatches)
     model = selection.model
     if len(pipeline.hosts) > 1 and "model:pipeline" not in model.spec.provides:
         raise JobError(
@@ -120,6 +111,30 @@ def plan_pipeline(job: BaseJob, selection: Parts) -> Pipeline:
             "or choose another model"
         )
     return pipeline
+
+
+def scheduled(chosen: Chosen, config: PluginConfig, ranks: int, microbatches: int) -> Pipeline:
+    """Place the stages of a schedule on ranks and generate the ranks' programs.
+
+    Args:
+        chosen: plugin record of the schedule.
+        config: config of the schedule.
+        ranks: size of ``pp``.
+        microbatches: number of microbatches in a step.
+
+    Raises:
+        BuildError: the programs are invalid, or have actions without a handler.
+    """
+    schedule: Schedule = instantiate(chosen, config)
+    programs = checked_programs(schedule, ranks, microbatches)
+    assert isinstance(chosen.spec, ScheduleSpec)
+    kinds = frozenset(
+        type(part) for program in programs for action in program for part in (action, *compute_parts(action))
+    )
+    if chosen.spec.handlers is None:
+        _check_handled(config.name, kinds)
+    layers = config.layers if isinstance(config, ScheduleConfig) else None
+    return Pipeline(schedule, _hosts(programs), ranks, layers, kinds, {microbatches: programs})
 
 
 def checked_programs(schedule: Schedule, ranks: int, microbatches: int) -> Sequence[Program]:

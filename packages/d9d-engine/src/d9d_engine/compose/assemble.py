@@ -189,7 +189,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
             reducers[index] += outcome.reducers
             communication[index].append((chosen, outcome.collectives))
             checks.append(outcome.check_kernels)
-        applied.append((chosen, _merged(list(outcomes.values()))))
+        applied.append((chosen, merged(list(outcomes.values()))))
         split_sequences(outlines, applied[-1][1].sequence_ranks)
     if trains:
         check_lengths(job, applied)
@@ -338,7 +338,7 @@ def _apply(
     return outcomes
 
 
-def _merged(outcomes: Sequence[Applied]) -> Applied:
+def merged(outcomes: Sequence[Applied]) -> Applied:
     """Merge the results of one strategy's ``apply`` for all stages of this rank."""
     if len(outcomes) == 1:
         return outcomes[0]

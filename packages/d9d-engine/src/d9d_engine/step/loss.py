@@ -11,7 +11,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
-from d9d_engine.step.checked_task import CheckedTask
+from d9d_engine.step.checked_task import LossTask
 from d9d_engine.step.executor import StageLoss
 from d9d_engine.step.gradients import Gradients
 
@@ -37,7 +37,7 @@ class LossScale:
 
     def __init__(
         self,
-        task: CheckedTask,
+        task: LossTask,
         auxiliary_losses: AuxiliaryLosses,
         group: dist.ProcessGroup | None = None,
         everywhere: dist.ProcessGroup | None = None,
