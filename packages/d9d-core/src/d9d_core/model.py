@@ -24,7 +24,7 @@ complement the trait :class:`~d9d_core.traits.TensorParallelizable`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from d9d_core.deferral import Deferral
 
 __all__ = [
-    "ContextShare", "HasHeads", "HasLinearTerms", "LendsProduct", "PositionShare", "SeesContext", "SeesSequence",
-    "SequenceShare", "SharesAttention", "SharesInputs", "SplitsContext", "SplitsFeatures", "SplitsSequence",
-    "SplitsVocabulary", "Stage", "TermKind", "VocabularyShare",
+    "ComputesInputs", "ContextShare", "HasHeads", "HasLinearTerms", "LendsProduct", "PositionShare", "SeesContext",
+    "SeesSequence", "SequenceShare", "SharesAttention", "SharesInputs", "SplitsContext", "SplitsFeatures",
+    "SplitsSequence", "SplitsVocabulary", "Stage", "TermKind", "VocabularyShare",
 ]  # fmt: skip
 
 
@@ -72,6 +72,19 @@ class HasHeads(Protocol):
 
         Ranks divide the heads evenly; if there are fewer heads than ranks, several ranks compute the same head.
         """
+        ...
+
+
+@runtime_checkable
+class ComputesInputs(Protocol):
+    """Optional protocol for tensor parallelism: a module that computes the inputs of some of its projections itself.
+
+    A column-wise child (style ``COLUMN``) of a module without this protocol may read the module's first argument, and
+    a strategy may compute the child's product from this argument in advance.
+    """
+
+    def computed_inputs(self) -> Collection[str]:
+        """Relative names of the column-wise children that do not read the first argument."""
         ...
 
 
