@@ -9,7 +9,7 @@ import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSignature
-from d9d_core.model import ComputesInputs
+from d9d_core.model import ComputesInputs, GathersLatents
 from d9d_core.traits import ContextParallelizable, TensorParallelizable, TensorStyle
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.latent import LowRankProjection, MultiHeadLatentAttention
@@ -144,6 +144,29 @@ def test_a_tensor_parallel_rank_may_hold_some_heads(fields: dict[str, Any]) -> N
     # Gradients of replicated layers are partial sums.
     (expected,) = torch.autograd.grad(out.sum(), layer.kv_down.weight)
     torch.testing.assert_close(gradients[0] + gradients[1], expected)
+
+
+class Doubled:
+    """Share of two ranks, of which the other has the negatives of this rank's values."""
+
+    ranks = 2
+
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor[:, : tensor.shape[1] // 2]
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat((tensor, -tensor), dim=1)
+
+
+def test_a_core_gathers_latents_and_shared_keys_in_one_call() -> None:
+    core, (latent, shared) = layer_of().core, (torch.randn(1, 3, 7), torch.randn(1, 3, 1, 4))
+    assert core.gathered(latent, shared) == (latent, shared)
+    assert isinstance(core, GathersLatents)
+    assert core.latent_features() == 11
+    core.gather_by(Doubled())
+    for found, own in zip(core.gathered(latent, shared), (latent, shared), strict=True):
+        assert torch.equal(found, torch.cat((own, -own), dim=1))
+    assert core.fit(torch.ones(1, 3, 4, 6)).shape[-1] == 6  # no strategy exchanges values
 
 
 def test_plans_name_each_layer_and_the_layers_that_read_latents() -> None:

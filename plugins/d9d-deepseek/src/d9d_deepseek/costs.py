@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from d9d_core.cost import OpCost, Share, StageCost, Weight
 from d9d_core.model import Stage
 from d9d_moe.costs import mixture
@@ -28,6 +30,9 @@ def _attention(config: DeepSeekConfig, _layer: int, share: Share) -> list[OpCost
     latent, rotary = config.kv_lora_rank, config.qk_rope_head_dim
     expanded = heads * (config.qk_nope_head_dim + value)
     joined = width * tokens * heads * (3 * key)  # queries, keys and padded values are copied
+    attended = attention(tokens, keys_of(None, share.length), heads, heads, key, width)
+    shape = attended.attention
+    assert shape is not None  # all ops of attention have it
     return [
         *_queries(config, share, heads * key),
         _linear(config, share, "kv_down", hidden, latent + rotary, keeps_input=False),
@@ -35,7 +40,7 @@ def _attention(config: DeepSeekConfig, _layer: int, share: Share) -> list[OpCost
         rotation(tokens, heads + 1, rotary, width),
         _linear(config, share, "kv_up", latent, expanded, cut=0),
         OpCost("joined heads", "memory", traffic=2 * joined, backward_traffic=2 * joined),
-        attention(tokens, keys_of(None, share.length), heads, heads, key, width),
+        replace(attended, attention=replace(shape, latent=latent + rotary, expanded=expanded)),
         _linear(config, share, "o_proj", heads * value, hidden, cut=1),
     ]
 

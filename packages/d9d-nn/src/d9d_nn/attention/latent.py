@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 from d9d_core.kernel import OpSlot
+from d9d_core.model import ContextShare
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
@@ -47,6 +48,54 @@ class LowRankProjection(nn.Module):
         return out
 
 
+class LatentCore(AttentionCore):
+    """Core of latent attention. Context parallelism by ``all_gather`` gathers latents instead of keys and values.
+
+    Args:
+        heads: N.
+        head_dim: D.
+        value_dim: V.
+        latent_dim: L.
+        rotary_dim: R.
+        window: see :class:`~d9d_nn.attention.core.AttentionCore`.
+    """
+
+    def __init__(
+        self, *, heads: int, head_dim: int, value_dim: int, latent_dim: int, rotary_dim: int, window: int | None
+    ) -> None:
+        super().__init__(
+            query_heads=heads, key_value_heads=heads, head_dim=head_dim, value_dim=value_dim, window=window
+        )
+        self._latent = latent_dim, rotary_dim
+        self._share: ContextShare | None = None
+
+    def latent_features(self) -> int:
+        """Number of elements of a position that :meth:`gathered` gathers: L + R."""
+        return sum(self._latent)
+
+    def gather_by(self, share: ContextShare) -> None:
+        """Gather latents with a share from now on."""
+        self._share = share
+
+    def gathered(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents and shared keys of all positions from a rank's own, if :meth:`gather_by` gave a share.
+
+        Collective over ``cp`` with a share, in the backward too, which sums the gradients of all ranks.
+
+        Args:
+            latent: [B, S / cp, L].
+            shared: [B, S / cp, 1, R].
+
+        Returns:
+            [B, S, L] and [B, S, 1, R].
+        """
+        if self._share is None:
+            return latent, shared
+        both = self._share.gather(torch.cat((latent, shared.flatten(2)), dim=-1))
+        latent, shared = both.split(list(self._latent), dim=-1)  # type: ignore[no-untyped-call]
+        return latent, shared.unsqueeze(2)
+
+
 class MultiHeadLatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
@@ -59,7 +108,9 @@ class MultiHeadLatentAttention(nn.Module):
     add nothing to the output: see :meth:`d9d_nn.attention.core.AttentionCore.fit`.
 
     Under ``tp``, ``q_proj.up``, ``kv_up`` and ``o_proj`` are split by heads; the layers before the latents are computed
-    by every rank, and their gradients are sums over the ranks.
+    by every rank, and their gradients are sums over the ranks. Under ``cp`` with method ``all_gather``, ranks exchange
+    latents and shared keys, and each computes the keys and values of all positions from them; the other methods
+    exchange keys and values.
 
     Args:
         hidden_size: H.
@@ -109,8 +160,13 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_norm = RMSNorm(latent_dim, eps=eps)
         self.kv_up = Linear(latent_dim, heads * (nope_dim + value_dim), std=std)
         self.o_proj = Linear(heads * value_dim, hidden_size, std=output_std, bias="o_proj" in biases)
-        self.core = AttentionCore(
-            query_heads=heads, key_value_heads=heads, head_dim=self.head_dim, value_dim=value_dim, window=window
+        self.core = LatentCore(
+            heads=heads,
+            head_dim=self.head_dim,
+            value_dim=value_dim,
+            latent_dim=latent_dim,
+            rotary_dim=rotary_dim,
+            window=window,
         )
         self.rope = OpSlot("rope", rope, head_dim=rotary_dim)
 
@@ -160,7 +216,7 @@ class MultiHeadLatentAttention(nn.Module):
             [B, S, H].
         """
         query, latent, shared = self._inputs(hidden, rotation)  # [B, S, N, D], [B, S, L], [B, S, 1, R]
-        key, value = self._expanded(latent, shared)  # [B, S, N, D], [B, S, N, V]
+        key, value = self._expanded(*self.core.gathered(latent, shared))  # [B, S, N, D], [B, S, N, V]
         mixed = self.core(query, key, self.core.fit(value), documents)[..., : self.value_dim]  # [B, S, N, V]
         return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 
