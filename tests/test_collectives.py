@@ -191,13 +191,29 @@ CASES |= {
     ),
     "weights late under tp, asynchronous": ({"pp": 2, "tp": 2}, [ASYNCHRONOUS], False, {"pipeline": "zb1p"}),
 }
-OFTEN = ("fsdp", "tp", "tp, asynchronous", "ep", "pp", "cp, ring")
+#: Cases with latent attention, whose model is given as a whole.
+LATENT = {
+    "latents under tp": ({"tp": 2}, ["tensor_parallel"], True, {}),
+    "latents under tp, asynchronous": ({"tp": 2}, [ASYNCHRONOUS], True, {}),
+    "latents gathered over cp": ({"cp": 2}, ["context_parallel"], True, {}),
+    "latents under tp x cp": ({"tp": 2, "cp": 2}, ["tensor_parallel", "context_parallel"], True, {}),
+    "latents under tp x cp, heads swapped": (
+        {"tp": 2, "cp": 2},
+        ["tensor_parallel", {"name": "context_parallel", "method": "ulysses"}],
+        True,
+        {},
+    ),
+    "latents under cp, ring": ({"cp": 2}, [{"name": "context_parallel", "method": "ring"}], True, {}),
+}
+CASES |= LATENT
+OFTEN = ("latents gathered over cp", "fsdp", "tp", "tp, asynchronous", "ep", "pp", "cp, ring")
 
 
 def job_of_case(table: ModuleType, directory: Path, case: str) -> dict[str, Any]:
     """Two steps of two microbatches on each rank."""
     mesh, parallel, experts, sections = CASES[case]
-    model = dict(table.EXPERTS if experts else table.DENSE) | {"tie_embeddings": "tied" in case}
+    model = dict(table.LATENT if case in LATENT else table.EXPERTS if experts else table.DENSE)
+    model |= {"tie_embeddings": "tied" in case}
     model |= sections.get("model", {})
     batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": 2}
     job = table.job(directory / "corpus", "float32", model=model)

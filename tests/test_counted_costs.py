@@ -23,6 +23,12 @@ SIZES = {
 }  # fmt: skip
 DENSE = {"name": "qwen3", **SIZES, "intermediate_size": 48}
 EXPERTS = {"name": "qwen3_moe", **SIZES, "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "name": "deepseek_v3", **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_layers", "max_positions")},
+    "num_attention_heads": 4, "intermediate_size": 48, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "first_expert_layer": 1, "num_experts": 4, "experts_per_token": 2,
+    "moe_intermediate_size": 16,
+}  # fmt: skip
 LENGTH = 32
 LORA = {"name": "lora", "r": 4}
 CLASSES = {"heads": {"classes": {"kind": "classification", "num_classes": 3}}}
@@ -34,6 +40,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "tied": {"model": {**DENSE, "tie_embeddings": True}},
     "biases": {"model": {**DENSE, "attention_bias": True}},
     "experts": {"model": EXPERTS},
+    "latents": {"model": LATENT},
+    "lora of latents": {"model": LATENT, "peft": LORA},
     "bfloat16": {"precision": BFLOAT16},
     "bfloat16 added up in float32": {"precision": BFLOAT16, "gradients": {"accumulate": "float32"}},
     "master weights": {"precision": BFLOAT16, "optimizer": {**ADAMW, "master_weights": True}},
@@ -92,7 +100,8 @@ def test_a_plan_counts_what_a_step_allocates_and_computes(tmp_path: Path, name: 
     if name == "muon":  # its products are no part of the model's
         return
     # The reference of attention computes all keys; printed are those that a token sees.
-    hidden_keys = 12 * SIZES["num_layers"] * SIZES["num_attention_heads"] * SIZES["head_dim"] * LENGTH / 2
+    features = (24 + 12) / 2 if job.model.name == "deepseek_v3" else SIZES["head_dim"]  # mean of keys and values
+    hidden_keys = 12 * SIZES["num_layers"] * SIZES["num_attention_heads"] * features * LENGTH / 2
     counted = counter.get_total_flops() / sum(microbatch["tokens"].numel() for microbatch in pack)
     passes = 1.0 if name != "lora of the last layer" else (2 + 4 / 3) / 6  # two layers have no backward
     assert plan.flops_per_token == pytest.approx(counted - hidden_keys * passes, rel=0.03)

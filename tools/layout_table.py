@@ -37,7 +37,7 @@ PARTS = {
 
 PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
-    "d9d_pipeline.plugin", "d9d_qwen3.plugin", "d9d_llama.plugin", "d9d_gemma.plugin",
+    "d9d_pipeline.plugin", "d9d_qwen3.plugin", "d9d_llama.plugin", "d9d_gemma.plugin", "d9d_deepseek.plugin",
 )  # fmt: skip
 
 
@@ -139,6 +139,26 @@ EXPERTS = {key: value for key, value in DENSE.items() if key != "intermediate_si
         {"name": "bias_update", "rate": 0.001},
     ],
 }  # fmt: skip
+
+#: Model with latent attention, whose values are smaller than its keys, and experts in groups.
+LATENT = {key: value for key, value in EXPERTS.items() if key != "num_key_value_heads"} | {
+    "name": "deepseek_v3", "intermediate_size": 48, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "first_expert_layer": 1, "num_groups": 4, "top_groups": 2,
+    "routed_scale": 1.5, "num_layers": 3, "vocab_size": 264,
+    "rope_scaling": {
+        "type": "yarn", "factor": 4.0, "original_max_positions": 8, "mscale": 1.0, "mscale_all_dim": 0.7,
+    },
+}  # fmt: skip
+#: Layouts of the model with latent attention.
+LATENT_LAYOUTS = (
+    *LAYOUTS,
+    *(layout for layout in EXPERT_LAYOUTS if "ep" in layout.mesh),
+    Layout(
+        "fsdp 2, cp 2, ulysses, tp 2, ep 4",
+        {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
+        [context("ulysses"), "tensor_parallel", "fsdp", "expert_parallel"],
+    ),
+)
 
 #: Other families of dense models.
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from d9d_core.cost import AttentionShape, Exchange, OpCost
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
 from d9d_parallel.compile.config import CompileConfig
+from d9d_parallel.context_parallel.costs import AttentionCosts
 from d9d_parallel.costs import alternatives, checkpointed, compiled, replicated, sharded
 from d9d_parallel.data_parallel.config import FsdpConfig, ReplicateConfig
 
@@ -50,3 +52,14 @@ def test_alternatives_communicate_less_and_are_no_settings_that_the_job_has() ->
     tried = [(other.defer, sharded(other).gathers) for other in alternatives(config)]  # type: ignore[arg-type]
     assert tried == [("everything", "twice"), ("everything", "once")]
     assert alternatives(ReplicateConfig(defer="everything")) == []
+
+
+def test_gathered_latents_are_sent_instead_of_keys_and_values_which_each_rank_computes() -> None:
+    shape = AttentionShape(rows=10, query_heads=4, key_value_heads=4, features=16, width=2, latent=12, expanded=72)
+    cost = AttentionCosts("all_gather", None)(OpCost("attention", "attention", kept=5.0, attention=shape), 3)
+    sent = 3 * 2 * 10 * 12
+    assert cost.exchanges == (Exchange("all_gather", "cp", sent),)
+    assert cost.backward_exchanges == (Exchange("reduce_scatter", "cp", sent),)
+    attention, product, _copies = cost.ops
+    assert attention.kept == 5 + 2 * (2 * 2 * 10 * 4 * 16)
+    assert (product.kind, product.flops, product.backward_flops) == ("product", 2 * 20 * 12 * 72, 4 * 20 * 12 * 72)

@@ -90,6 +90,8 @@ class AttentionShape:
         query_heads, key_value_heads: heads of this rank.
         features: features per head.
         width: bytes per element.
+        latent: elements of a position from which its keys and values are computed; 0 if they are not.
+        expanded: elements of a position that are computed from them by a matrix product, on this rank.
     """
 
     rows: float
@@ -97,6 +99,8 @@ class AttentionShape:
     key_value_heads: float
     features: int
     width: int
+    latent: int = 0
+    expanded: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,15 @@ modules with parameters initialise them later (:class:`d9d_core.traits.LateInit`
         def forward(self, x):
             return {"y": self.slope * x}
 
-All other protocols are optional. :class:`ContextShare`, :class:`SplitsContext`, :class:`SeesContext` and
-:class:`SharesAttention` complement the trait :class:`~d9d_core.traits.ContextParallelizable`; the other protocols
-complement the trait :class:`~d9d_core.traits.TensorParallelizable`.
+All other protocols are optional. :class:`ContextShare`, :class:`SplitsContext`, :class:`SeesContext`,
+:class:`SharesAttention` and :class:`GathersLatents` complement the trait
+:class:`~d9d_core.traits.ContextParallelizable`; the other protocols complement the trait
+:class:`~d9d_core.traits.TensorParallelizable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from d9d_core.deferral import Deferral
 
 __all__ = [
-    "ContextShare", "HasHeads", "HasLinearTerms", "LendsProduct", "PositionShare", "SeesContext", "SeesSequence",
-    "SequenceShare", "SharesAttention", "SharesInputs", "SplitsContext", "SplitsFeatures", "SplitsSequence",
-    "SplitsVocabulary", "Stage", "TermKind", "VocabularyShare",
+    "ComputesInputs", "ContextShare", "GathersLatents", "HasHeads", "HasLinearTerms", "LendsProduct", "PositionShare",
+    "SeesContext", "SeesSequence", "SequenceShare", "SharesAttention", "SharesInputs", "SplitsContext",
+    "SplitsFeatures", "SplitsSequence", "SplitsVocabulary", "Stage", "TermKind", "VocabularyShare",
 ]  # fmt: skip
 
 
@@ -72,6 +73,19 @@ class HasHeads(Protocol):
 
         Ranks divide the heads evenly; if there are fewer heads than ranks, several ranks compute the same head.
         """
+        ...
+
+
+@runtime_checkable
+class ComputesInputs(Protocol):
+    """Optional protocol for tensor parallelism: a module that computes the inputs of some of its projections itself.
+
+    A column-wise child (style ``COLUMN``) of a module without this protocol may read the module's first argument, and
+    a strategy may compute the child's product from this argument in advance.
+    """
+
+    def computed_inputs(self) -> Collection[str]:
+        """Relative names of the column-wise children that do not read the first argument."""
         ...
 
 
@@ -315,4 +329,22 @@ class SharesAttention(Protocol):
                 (:class:`d9d_core.traits.HasOps`), the core lists them as its own, and adds facts about its attention to
                 their static facts.
         """
+        ...
+
+
+@runtime_checkable
+class GathersLatents(Protocol):
+    """Optional protocol for context parallelism: an attention core whose keys and values are computed from latents.
+
+    A strategy that gathers keys and values of all positions gives such a core the share after
+    :meth:`SharesAttention.see_queries`, and leaves its forward as it is: the core gathers the smaller latents, and the
+    module around it computes keys and values of all positions.
+    """
+
+    def latent_features(self) -> int:
+        """Number of elements of a position that the core gathers."""
+        ...
+
+    def gather_by(self, share: ContextShare) -> None:
+        """From now on, gather latents of all positions with the share; all latents together, in one call."""
         ...

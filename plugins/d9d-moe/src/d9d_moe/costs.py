@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from d9d_core.cost import Exchange, OpCost, Weight
+from d9d_core.cost import Exchange, OpCost, Share, Weight
+from d9d_core.errors import BuildError
 from d9d_nn.costs import silu_mul
+from d9d_nn.decoder.costs import FeedForwardCost
 
 _FLOAT32 = 4
 #: Bytes of a row count; each rank is sent its number of rows, and the number for each of its experts.
@@ -125,4 +127,44 @@ def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: 
         (counts, rows, labels, rows),
         (rows, rows, weights),
         leaving + sent,
+    )
+
+
+def mixture(share: Share, hidden: int, inside: int, experts: int, per_token: int) -> FeedForwardCost:
+    """Cost of the router and the experts of a decoder layer, called ``ffn``; without a shared expert.
+
+    Args:
+        share: share of one rank.
+        hidden: features of a token.
+        inside: features inside an expert.
+        experts: experts of the layer.
+        per_token: experts of a token.
+
+    Raises:
+        BuildError: the ranks of ``ep`` do not divide the experts.
+    """
+    if experts % share.experts:
+        raise BuildError(f"mesh.ep is {share.experts}, which does not divide {experts} experts; use a divisor")
+    width, own = share.width, share.tokens / share.tensor
+    count, rows = experts // share.experts, own * per_token
+    scores = (Weight("ffn.router.weight", (experts, hidden)),)
+    shapes = {"gate_proj": (hidden, inside), "up_proj": (hidden, inside), "down_proj": (inside, hidden)}
+    banks = tuple(Weight(f"ffn.experts.{name}", (count, *shape), "bank") for name, shape in shapes.items())
+    sent = dispatch(own, experts, per_token, hidden, share.experts, width)
+    ops = (
+        OpCost("ffn input", "memory", kept=width * own * hidden),
+        *router(own, hidden, experts, width, weights=scores),
+        permutation(own, rows, hidden, width),
+        *grouped_swiglu(rows, hidden, inside, count, width, compiled=share.compiled, weights=banks),
+        *sent.ops,
+    )
+    return FeedForwardCost(
+        "layer with experts",
+        ops,
+        hidden * experts,
+        3 * count * hidden * inside,
+        # Workspace of the experts' outputs and their gradients, and of gate and up.
+        2 * width * rows * (hidden + inside) + sent.workspace,
+        sent.exchanges,
+        sent.backward_exchanges,
     )

@@ -1,6 +1,6 @@
 """Attention core: the part of an attention layer that mixes tokens; owns no parameters.
 
-Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head.
+Shapes: B samples, S positions, N query heads, K key/value heads, D features of a query or key head, V of a value head.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
 from d9d_core.traits import HasOps
 from torch import Tensor, nn
+from torch.nn import functional
 
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.ops.attention.slot import AttentionSlot
@@ -25,12 +26,13 @@ class AttentionCore(nn.Module):
         query_heads: N.
         key_value_heads: K.
         head_dim: D.
+        value_dim: V, at most D; ``None`` for D.
         window: number of positions that a query attends to, including its own; ``None`` for all.
         softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for no cap.
         sinks: whether each call passes sinks, see the same function.
 
     Raises:
-        BuildError: there is a soft cap and there are sinks.
+        BuildError: there is a soft cap and there are sinks; or values are larger than keys.
     """
 
     def __init__(
@@ -39,11 +41,17 @@ class AttentionCore(nn.Module):
         query_heads: int,
         key_value_heads: int,
         head_dim: int,
+        value_dim: int | None = None,
         window: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
     ) -> None:
         super().__init__()
+        if value_dim is not None and value_dim > head_dim:
+            raise BuildError(
+                f"model: attention has values of {value_dim} features and keys of {head_dim}; d9d supports values up "
+                "to the size of keys, so choose a smaller value_dim"
+            )
         if sinks and softcap is not None:
             raise BuildError(
                 "model: attention has both sinks and a soft cap of scores, which d9d does not support; remove one "
@@ -54,6 +62,7 @@ class AttentionCore(nn.Module):
             query_heads=query_heads,
             key_value_heads=key_value_heads,
             head_dim=head_dim,
+            value_dim=value_dim,
             window=window,
             softcap=softcap,
             sinks=sinks,
@@ -73,6 +82,21 @@ class AttentionCore(nn.Module):
     def head_features(self) -> int:
         features: int = self.attention.static["head_dim"]
         return features
+
+    def fit(self, value: Tensor) -> Tensor:
+        """Pad values with zeros to the size of keys, unless the bound backend computes values of another size.
+
+        Strategies exchange keys and values of one size: with a replaced forward or function, values are padded.
+
+        Args:
+            value: [B, S, K, V].
+
+        Returns:
+            [B, S, K, V] or [B, S, K, D]. The output of the attention has as many features; the first V are the result.
+        """
+        missing = self.head_features() - value.shape[-1]
+        as_given = self._function is None and "forward" not in vars(self) and self.attention.takes_any_values
+        return value if as_given or not missing else functional.pad(value, (0, missing))
 
     def see_queries(self, share: ContextShare) -> None:
         """Prepare for calls with only this rank's queries, but the keys and values of all positions.
@@ -111,12 +135,12 @@ class AttentionCore(nn.Module):
         Args:
             query: [B, S, N, D], or for a rank's own queries [B, S / cp, N, D].
             key: [B, S, K, D].
-            value: [B, S, K, D].
+            value: [B, S, K, D], or the result of :meth:`fit`.
             documents: int64 [B, S], or the masks shared by all layers; ``None`` if a sample is one document.
             sinks: [N], if the core has sinks.
 
         Returns:
-            [B, S, N, D], or [B, S / cp, N, D] for own queries.
+            [B, S, N, D], or [B, S / cp, N, D] for own queries; with the number of features of the values.
         """
         more = () if sinks is None else (sinks,)
         if self._function is not None:

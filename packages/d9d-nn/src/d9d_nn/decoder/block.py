@@ -13,12 +13,16 @@ from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
+from d9d_nn.attention.latent import MultiHeadLatentAttention
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.geglu import GeGLU
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation
 from d9d_nn.swiglu import SwiGLU
+
+#: Attention layers that a decoder block may have.
+DecoderAttention = GroupedQueryAttention | MultiHeadLatentAttention
 
 
 class DecoderBlock(nn.Module):
@@ -40,7 +44,7 @@ class DecoderBlock(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        attention: GroupedQueryAttention,
+        attention: DecoderAttention,
         ffn: nn.Module,
         *,
         norm: type[RMSNorm] = RMSNorm,
@@ -67,7 +71,7 @@ class DecoderBlock(nn.Module):
 
         Args:
             hidden: [B, S, H], the residual stream.
-            rotation: see :class:`GroupedQueryAttention`.
+            rotation: see :data:`DecoderAttention`.
             documents: indices of documents int64 [B, S], or the attention masks made from them.
             padding: bool [B, S], padded positions; ``None`` if there is no padding.
         """
@@ -75,6 +79,29 @@ class DecoderBlock(nn.Module):
         attended = self.attention(normed, rotation, documents)  # [B, S, H]
         normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
         return hidden + self.ffn(normed)  # type: ignore[no-any-return]  # [B, S, H]
+
+
+class RoutingBlock(DecoderBlock):
+    """Decoder block whose feed-forward layer routes tokens to experts, and skips padding.
+
+    Args:
+        config, attention, ffn, norm: see :class:`DecoderBlock`; ``ffn`` maps [B, S, H] and padding to [B, S, H].
+    """
+
+    routes: ClassVar[bool] = True
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        documents: AttentionMasks | Tensor | None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Map [B, S, H] to [B, S, H]; experts skip tokens marked in ``padding``, bool [B, S]."""
+        normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
+        attended = self.attention(normed, rotation, documents)  # [B, S, H]
+        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
+        return hidden + self.ffn(normed, padding)  # type: ignore[no-any-return]  # [B, S, H]
 
 
 class SandwichBlock(DecoderBlock):
@@ -89,7 +116,7 @@ class SandwichBlock(DecoderBlock):
     def __init__(
         self,
         config: DecoderConfig,
-        attention: GroupedQueryAttention,
+        attention: DecoderAttention,
         ffn: nn.Module,
         *,
         norm: type[RMSNorm] = RMSNorm,

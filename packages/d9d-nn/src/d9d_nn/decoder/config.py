@@ -128,6 +128,14 @@ class DecoderConfig(ModelConfig, ABC):
     def feed_forward_parameters(self, layer: int) -> int:
         """Number of matrix elements that one token uses in the feed-forward part of this layer."""
 
+    def attention_parameters(self) -> int:
+        """Number of matrix elements that one token uses in the attention of a layer."""
+        return 2 * self.hidden_size * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+
+    def value_features(self) -> int:
+        """Features of a value head."""
+        return self.head_dim
+
     def window(self, layer: int) -> int | None:  # noqa: ARG002 - subclasses may have two kinds of layers
         """Number of positions that a token of this layer attends to; ``None`` for all."""
         return self.sliding_window

@@ -49,6 +49,8 @@ class FeedForwardCost(NamedTuple):
     backward_exchanges: tuple[Exchange, ...] = ()
 
 
+#: Ops of the attention of a layer, by index; raises ``BuildError`` if they cannot be divided over the ranks.
+AttentionOps = Callable[[Any, int, Share], list[OpCost]]
 #: Cost of the feed-forward part of a layer, by index; raises ``BuildError`` if it cannot be divided over the ranks.
 FeedForward = Callable[[Any, int, Share], FeedForwardCost]
 
@@ -59,8 +61,9 @@ def decoder_cost(
     share: Share,
     feed_forward: FeedForward,
     *,
-    head_norms: bool,
+    head_norms: bool = False,
     output_norms: bool = False,
+    attention_ops: AttentionOps | None = None,
 ) -> StageCost:
     """Cost of a stage of a decoder: embedding, layers, and final norm with heads.
 
@@ -71,6 +74,7 @@ def decoder_cost(
         feed_forward: cost of the feed-forward part of a layer.
         head_norms: whether attention normalises the heads of queries and keys.
         output_norms: whether the outputs of attention and feed-forward are normalised.
+        attention_ops: ops of the attention of a layer; ``None`` for grouped-query attention.
 
     Raises:
         BuildError: the heads, positions or feed-forward layers cannot be divided over the ranks.
@@ -81,7 +85,10 @@ def decoder_cost(
         blocks.append(_embedding(config, share))
     for first, layers in _alike(config, layers_of(config, stage)).items():
         names = tuple(f"layers.{layer}" for layer in layers)
-        cost = _layer(config, first, share, feed_forward(config, first, share), head_norms, output_norms)
+        attended = (
+            attention_ops(config, first, share) if attention_ops else _attention(config, first, share, head_norms)
+        )
+        cost = _layer(config, share, attended, feed_forward(config, first, share), output_norms)
         blocks.append(replace(cost, count=len(layers), names=names))
     if stage.is_last:
         blocks.append(_heads(config, stage, share))
@@ -94,18 +101,36 @@ def swiglu_cost(config: Any, _layer: int, share: Share) -> FeedForwardCost:
     Raises:
         BuildError: the number of ranks does not divide the features.
     """
+    return gated_cost(config, share, config.intermediate_size)
+
+
+def gated_cost(
+    config: DecoderConfig, share: Share, intermediate_size: int, prefix: str = "ffn", *, keeps_input: bool = True
+) -> FeedForwardCost:
+    """Cost of a SwiGLU or GeGLU with these inner features, which are split over ``tp``.
+
+    Args:
+        config: config of the whole model.
+        share: share of one rank.
+        intermediate_size: inner features of all ranks.
+        prefix: name of the layer inside its block.
+        keeps_input: whether the input is kept for the backward; false if another layer keeps the same tensor.
+
+    Raises:
+        BuildError: the number of ranks does not divide the features.
+    """
     tp, hidden, width, tokens = share.tensor, config.hidden_size, share.width, share.tokens
-    if config.intermediate_size % tp:
+    if intermediate_size % tp:
         raise BuildError(
-            f"mesh.tp is {tp}, which does not divide intermediate_size {config.intermediate_size}; choose a divisor"
+            f"mesh.tp is {tp}, which does not divide intermediate_size {intermediate_size}; choose a divisor"
         )
-    features = config.intermediate_size // tp
+    features = intermediate_size // tp
     into, out_of = (
-        _matrices(("gate_proj", "up_proj"), features, hidden, 0),
-        _matrices(("down_proj",), hidden, features, 1),
+        _matrices(prefix, ("gate_proj", "up_proj"), features, hidden, 0),
+        _matrices(prefix, ("down_proj",), hidden, features, 1),
     )
     ops = (
-        linear("gate, up", tokens, hidden, 2 * features, width, weights=into),
+        linear("gate, up", tokens, hidden, 2 * features, width, keeps_input=keeps_input, weights=into),
         silu_mul(tokens, features, width, compiled=share.compiled),
         linear("down", tokens, features, hidden, width, keeps_input=False, weights=out_of),
     )
@@ -163,16 +188,14 @@ def _check(config: DecoderConfig, share: Share) -> None:
 
 def _layer(
     config: DecoderConfig,
-    layer: int,
     share: Share,
+    attended: list[OpCost],
     feed_forward: FeedForwardCost,
-    head_norms: bool,
     output_norms: bool,
 ) -> BlockCost:
     width, hidden, own = share.width, config.hidden_size, share.tokens / share.tensor
     names = ("attention_norm", "ffn_norm", *(("post_attention_norm", "post_ffn_norm") if output_norms else ()))
     norms = [rms_norm(name, own, hidden, width, weights=(Weight(f"{name}.weight", (hidden,)),)) for name in names]
-    attended = _attention(config, layer, share, head_norms)
     parameters = sum(weight.numbers for op in attended for weight in op.weights)
     around, state = sequence_exchanges(config, share), state_bytes(config, share)
     return BlockCost(
@@ -221,9 +244,9 @@ def _linear(config: DecoderConfig, name: str, outputs: int, features: int, cut: 
     return [weight, bias] if name in config.biased_projections() else [weight]
 
 
-def _matrices(names: tuple[str, ...], outputs: int, features: int, cut: int) -> tuple[Weight, ...]:
+def _matrices(prefix: str, names: tuple[str, ...], outputs: int, features: int, cut: int) -> tuple[Weight, ...]:
     """Weights of projections of a feed-forward layer."""
-    return tuple(Weight(f"ffn.{name}.weight", (outputs, features), "linear", cut) for name in names)
+    return tuple(Weight(f"{prefix}.{name}.weight", (outputs, features), "linear", cut) for name in names)
 
 
 def _embedding(config: DecoderConfig, share: Share) -> BlockCost:

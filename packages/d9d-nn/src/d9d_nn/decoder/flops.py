@@ -13,20 +13,20 @@ def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> flo
     embedding look-up is not a matmul; each causal_lm or token_classification head is one, tied or not. In a layer with
     experts, only the router and the experts of one token count. A classification head counts once per sample; an
     embedding head has no matmul. The second term counts attention scores and the mixing of values (Chowdhery et al.
-    2022, "PaLM",
-    appendix B); keys is the average number of keys that a token attends to: half of the sequence, or less with a
-    sliding window. Recomputation is not counted. With several heads, all heads are assumed to be trained.
+    2022, "PaLM", appendix B); if values have another size than keys, head_dim is the mean of both. keys is the average
+    number of keys that a token attends to: half of the sequence, or less with a sliding window. Recomputation is not
+    counted. With several heads, all heads are assumed to be trained.
     """
     matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length)
     keys = sum(keys_of(config.window(layer), sequence_length) for layer in range(config.num_layers))
-    return 6.0 * matmul_parameters + 12.0 * config.num_attention_heads * config.head_dim * keys
+    features = config.num_attention_heads * (config.head_dim + config.value_features())
+    return 6.0 * matmul_parameters + 6.0 * features * keys
 
 
 def layer_parameters(config: DecoderConfig) -> int:
     """Matmul parameters of all layers that one token uses."""
-    rows = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     feed_forward = sum(map(config.feed_forward_parameters, range(config.num_layers)))
-    return config.num_layers * config.hidden_size * rows + feed_forward
+    return config.num_layers * config.attention_parameters() + feed_forward
 
 
 def head_parameters(config: DecoderConfig, sequence_length: int) -> float:

@@ -149,6 +149,21 @@ _BESIDE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _ORIGINAL = "original_max_position_embeddings"
 
 
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Attention factor of equation 15 of the YaRN paper, whose mscale is 1: ``0.1 mscale ln(factor) + 1``."""
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def latent_score_factor(scaling: _AnyScaling | None) -> float:
+    """Factor of the scores of latent attention: the square of YaRN's magnitude for ``mscale_all_dim``; 1 without it.
+
+    DeepSeek-V2 and V3 multiply the scores of all features by it, where other models multiply cosines and sines only.
+    """
+    if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
+        return 1.0
+    return yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
 def stretched_theta(theta: float, stretch: float, features: int) -> float:
     """Base with which the slowest of ``features / 2`` pairs rotates ``stretch`` times slower than with ``theta``."""
     return theta * math.pow(stretch, features / (features - 2))

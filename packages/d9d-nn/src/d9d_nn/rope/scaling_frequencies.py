@@ -19,6 +19,7 @@ from d9d_nn.rope.scaling import (
     RopeScaling,
     YarnScaling,
     stretched_theta,
+    yarn_magnitude,
 )
 
 
@@ -88,13 +89,8 @@ def _attention_factor(scaling: YarnScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale is not None and scaling.mscale_all_dim is not None:
-        return _fitted(scaling.factor, scaling.mscale) / _fitted(scaling.factor, scaling.mscale_all_dim)
-    return _fitted(scaling.factor, 1.0)
-
-
-def _fitted(factor: float, mscale: float) -> float:
-    """Attention factor of equation 15 of the YaRN paper, whose mscale is 1."""
-    return 0.1 * mscale * math.log(factor) + 1.0
+        return yarn_magnitude(scaling.factor, scaling.mscale) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
+    return yarn_magnitude(scaling.factor)
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:

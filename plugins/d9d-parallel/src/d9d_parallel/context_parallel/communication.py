@@ -45,11 +45,13 @@ class Heads:
         query: number of query heads.
         key_value: number of key/value heads.
         features: number of features of a head.
+        latent: number of elements of a position from which keys and values are computed; ``None`` if they are not.
     """
 
     query: int
     key_value: int
     features: int
+    latent: int | None = None
 
 
 class _Call(NamedTuple):
@@ -127,9 +129,13 @@ class ContextCommunication:
         swapping, ring, keys = self.meeting.heads, self.meeting.ring, self.meeting.keys
         if keys is not None:
             ranks = keys.all_ranks
-            size = None if heads is None else 2 * heads.key_value * heads.features * ranks.size
-            yield _Call("all_gather", ranks.numbers, size, "keys and values")
-            yield _Call("reduce_scatter", ranks.numbers, size, "gradients of keys and values", backward=True)
+            size, what = None, "keys and values"
+            if heads is not None and heads.latent is not None:
+                size, what = heads.latent * ranks.size, "latents"
+            elif heads is not None:
+                size = 2 * heads.key_value * heads.features * ranks.size
+            yield _Call("all_gather", ranks.numbers, size, what)
+            yield _Call("reduce_scatter", ranks.numbers, size, f"gradients of {what}", backward=True)
         if swapping is not None:
             yield from _swaps(heads, swapping)
         if ring is not None:

@@ -69,11 +69,31 @@ class AttentionCosts:
 
 def _gathered(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
     """Method ``all_gather``: all keys and values are gathered, and stored for the backward."""
+    if shape.latent:
+        return _gathered_latents(op, shape, ranks)
     own = 2 * _key_value_bytes(shape)
     # Both are concatenated, gathered and reordered; their gradients are split and summed.
     moved = 2 * own + 2 * ranks * own
     return ContextCost(
         (replace(op, kept=op.kept + (ranks - 1) * own), _copies("gathered keys", moved, moved)),
+        (Exchange("all_gather", "cp", ranks * own),),
+        (Exchange("reduce_scatter", "cp", ranks * own),),
+    )
+
+
+def _gathered_latents(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
+    """Method ``all_gather`` of latents: each rank computes the keys and values of all positions."""
+    own, others = shape.width * shape.rows * shape.latent, (ranks - 1) * shape.rows
+    moved = 2 * own + 2 * ranks * own
+    flops = 2 * others * shape.latent * shape.expanded
+    traffic = shape.width * (others * (shape.latent + shape.expanded) + shape.latent * shape.expanded)
+    kept = (ranks - 1) * own
+    return ContextCost(
+        (
+            replace(op, kept=op.kept + (ranks - 1) * 2 * _key_value_bytes(shape)),
+            OpCost("keys of other ranks", "product", flops, 2 * flops, traffic, 2 * traffic, kept, others),
+            _copies("gathered latents", moved, moved),
+        ),
         (Exchange("all_gather", "cp", ranks * own),),
         (Exchange("reduce_scatter", "cp", ranks * own),),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from d9d_core.errors import BuildError
-from d9d_core.model import SeesContext, SharesAttention, SplitsContext
+from d9d_core.model import GathersLatents, SeesContext, SharesAttention, SplitsContext
 from d9d_core.strategy import Applied, CommunicatesInContext
 from d9d_core.topology import Topology
 from d9d_core.traits import ContextParallelizable, HasOps, modules_with
@@ -102,7 +102,8 @@ class ContextParallel:
         heads = None
         if isinstance(core, SharesAttention):
             query_heads, key_value_heads = (max(1, count // meeting.tp) for count in core.attention_heads())
-            heads = Heads(query_heads, key_value_heads, core.head_features())
+            latent = core.latent_features() if isinstance(core, GathersLatents) else None
+            heads = Heads(query_heads, key_value_heads, core.head_features(), latent)
             if meeting.heads is not None:
                 check_heads(query_heads, key_value_heads, meeting.heads.size)
             if meeting.ring is not None:
@@ -117,7 +118,10 @@ class ContextParallel:
         if meeting.heads is not None:
             _replace(core, ExchangedHeads(core, meeting.heads))
         if meeting.keys is not None:
-            _replace(core, GatheredKeys(core, meeting.keys))
+            if isinstance(core, GathersLatents):
+                core.gather_by(meeting.keys)
+            else:
+                _replace(core, GatheredKeys(core, meeting.keys))
         return heads
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from d9d_core.errors import BuildError
 from d9d_core.model import (
+    ComputesInputs,
     HasHeads,
     HasLinearTerms,
     LendsProduct,
@@ -147,6 +148,7 @@ class _Split:
         if self._stays_whole(name, owner, columns=TensorStyle.COLUMN in plan.values()):
             return
         heads = owner.tensor_parallel_heads() if isinstance(owner, HasHeads) else {}
+        computed = owner.computed_inputs() if isinstance(owner, ComputesInputs) else ()
         for child_name, style in plan.items():
             child, whole = owner.get_submodule(child_name), _join(name, child_name)
             self.styles[whole] = style
@@ -168,13 +170,14 @@ class _Split:
                 self._site(whole, "all_gather", "reduce_scatter", None)
                 self.notes.append(f"{whole} is whole on every rank: its model does not say how to split it")
         if columns := [child for child, style in plan.items() if style is TensorStyle.COLUMN]:
-            lent = [column for child in columns if (column := self._lent(owner, child, heads.get(child))) is not None]
+            reading = [child for child in columns if child not in computed]
+            lent = [column for child in reading if (column := self._lent(owner, child, heads.get(child))) is not None]
             if lent and self.products is not None:
                 _replace(owner, AsyncColumns(owner, lent, self.products))
             else:
                 _replace(owner, WholeSequence(owner, self.ranks, summed=True))
             self._record(name)
-            features = owner.get_submodule(columns[0]).get_parameter("weight").shape[1]
+            features = owner.get_submodule(reading[0]).get_parameter("weight").shape[1] if reading else None
             self._site(name, "all_gather", "reduce_scatter", features, in_turns=bool(lent))
 
     def _record(self, name: str) -> None:

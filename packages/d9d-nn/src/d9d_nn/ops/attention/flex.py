@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
+from torch.nn import functional
 
 from d9d_nn.ops.attention import sdpa
 from d9d_nn.ops.attention.block_mask import block_mask, queries_block_mask
@@ -103,7 +104,12 @@ class Flex:
         plain: function for calls in which nothing would be skipped, with mask ``None``; by default FlexAttention.
         of_one: do not read documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
         softcap: soft cap of the scores; ``None`` for no cap.
+
+    Attributes:
+        takes_any_values: true, see :class:`d9d_nn.ops.attention.slot.AttentionSlot`.
     """
+
+    takes_any_values = True
 
     def __init__(
         self,
@@ -147,7 +153,7 @@ class Flex:
     ) -> Tensor:
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`; ``mask`` is from :meth:`prepare`."""
         if mask is None and self._plain is not None:
-            return self._plain(query, key, value, None)
+            return self._plain(query, key, _padded(value, key.shape[-1]), None)[..., : value.shape[-1]]
         heads = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         options: dict[str, Any] = {**self._options, "block_mask": mask, "enable_gqa": query.shape[2] != key.shape[2]}
         if sinks is not None:
@@ -175,6 +181,12 @@ class Flex:
             what = "" if training else ", forward only"
             _log.info("compiling attention (flex%s%s): %.1f s", window, what, time.perf_counter() - started)
         return mixed
+
+
+def _padded(value: Tensor, features: int) -> Tensor:
+    """Pad values with zeros to this number of features, as sdpa needs them."""
+    missing = features - value.shape[-1]
+    return functional.pad(value, (0, missing)) if missing else value
 
 
 def _capped(softcap: float) -> Callable[..., Tensor]:

@@ -1,11 +1,12 @@
 """Op ``attention``: causal softmax attention within documents, with grouped key and value heads.
 
-Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D features of a head.
+Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D features of a query or key head, V of a
+value head.
 
-The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``; a backend
-refuses windows that it cannot compute. With a soft cap of the scores, the op is called ``capped_attention``, and with
-sinks ``sink_attention``, so that no backend can ignore them. A backend is a function ``(query, key, value, mask)``, for
-``sink_attention`` ``(query, key, value, mask, sinks)``, where ``mask`` is
+The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``, and
+``value_dim`` if V is not D; a backend refuses windows that it cannot compute. With a soft cap of the scores, the op is
+called ``capped_attention``, and with sinks ``sink_attention``, so that no backend can ignore them. A backend is a
+function ``(query, key, value, mask)``, for ``sink_attention`` ``(query, key, value, mask, sinks)``, where ``mask`` is
 ``documents`` as in :func:`attention` or, if the function has an attribute ``prepare``, the return value of ``prepare``;
 see :class:`d9d_nn.ops.attention.slot.AttentionSlot`.
 """
@@ -67,7 +68,7 @@ def attention(
     Args:
         query: [B, S, N, D].
         key: [B, S, K, D].
-        value: [B, S, K, D].
+        value: [B, S, K, V].
         documents: int64 [B, S]; ``None`` if a sample is one document.
         sinks: [N], a learned score of each head that takes part in the softmax and has no value (OpenAI 2025,
             "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2); ``None`` for none.
@@ -77,7 +78,7 @@ def attention(
             section 2); ``None`` leaves scores as they are.
 
     Returns:
-        [B, S, N, D] in the dtype of ``value``.
+        [B, S, N, V] in the dtype of ``value``.
     """
     samples, length, heads, features = query.shape
     grouped = query.view(samples, length, key.shape[2], -1, features)
@@ -94,4 +95,4 @@ def attention(
         scores = torch.cat([scores, column], dim=-1)
     probabilities = scores.softmax(dim=-1, dtype=widest)[..., :length]
     mixed = torch.einsum("bkgst,btkd->bskgd", probabilities.to(value.dtype), value)
-    return mixed.reshape(samples, length, heads, features)
+    return mixed.reshape(samples, length, heads, value.shape[-1])

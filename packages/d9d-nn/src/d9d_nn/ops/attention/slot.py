@@ -25,12 +25,14 @@ class AttentionSlot(OpSlot):
     instead of documents. Masks may be of any type, and slots with equal ``mask_key`` may share them. A function with
     ``prepare_queries(documents, queries, length, device) -> mask`` can also compute queries at some positions, in runs
     (``range``), as context parallelism by ``all_gather`` needs. Under context parallelism, the static fact
-    ``own_queries`` is true, so that backends without ``prepare_queries`` can refuse.
+    ``own_queries`` is true, so that backends without ``prepare_queries`` can refuse. A function with a true attribute
+    ``takes_any_values`` computes values of another size than keys; other functions get padded values.
 
     Args:
         query_heads: N.
         key_value_heads: K.
         head_dim: D.
+        value_dim: number of features of a value head; ``None`` for D.
         window: number of positions that a query sees, including its own; ``None`` for all.
         softcap: soft cap of the scores; ``None`` for no cap.
         sinks: whether calls have sinks.
@@ -43,12 +45,15 @@ class AttentionSlot(OpSlot):
         key_value_heads: int,
         head_dim: int,
         window: int | None,
+        value_dim: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
     ) -> None:
         assert not (sinks and softcap)  # the core refuses both at once
         options: dict[str, Any] = {"window": window, "softcap": softcap}
-        cap: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+        facts: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+        if value_dim not in (None, head_dim):
+            facts["value_dim"] = value_dim
         given = {name: value for name, value in options.items() if value is not None}
         super().__init__(
             "sink_attention" if sinks else "attention" if softcap is None else "capped_attention",
@@ -58,7 +63,7 @@ class AttentionSlot(OpSlot):
             head_dim=head_dim,
             causal=True,
             window=window,
-            **cap,
+            **facts,
         )
         self._prepare: Callable[[Tensor | None, int, torch.device], Any] = _documents
         self._share: ContextShare | None = None
@@ -68,6 +73,11 @@ class AttentionSlot(OpSlot):
     def mask_key(self) -> tuple[str, int | None]:
         """Key for masks: backend and window, on which a mask depends besides the documents."""
         return getattr(self._replacement, "backend", self.backend), self.static["window"]
+
+    @property
+    def takes_any_values(self) -> bool:
+        """Whether the bound function computes values of another size than keys."""
+        return self.backend == "reference" or getattr(self.function, "takes_any_values", False)
 
     def refusal(self, function: Callable[..., Any]) -> str | None:
         """Reason why a function cannot compute the queries of this slot; ``None`` if it can."""

@@ -1,0 +1,1 @@
+"""DeepSeek-V3 models and their Hugging Face layout."""

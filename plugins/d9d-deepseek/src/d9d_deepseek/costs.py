@@ -1,0 +1,94 @@
+"""Costs of DeepSeek-V3 models. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from d9d_core.cost import OpCost, Share, StageCost, Weight
+from d9d_core.model import Stage
+from d9d_moe.costs import mixture
+from d9d_nn.costs import attention, linear, rms_norm, rotation
+from d9d_nn.decoder.costs import FeedForwardCost, decoder_cost, gated_cost, swiglu_cost
+from d9d_nn.decoder.flops import keys_of
+
+from d9d_deepseek.config import DeepSeekConfig
+
+
+def stage_cost(config: DeepSeekConfig, stage: Stage, share: Share) -> StageCost:
+    """Cost of a pipeline stage of a DeepSeek-V3 model.
+
+    Raises:
+        BuildError: the ranks cannot shard the stage.
+    """
+    return decoder_cost(config, stage, share, _feed_forward, attention_ops=_attention)
+
+
+def _attention(config: DeepSeekConfig, _layer: int, share: Share) -> list[OpCost]:
+    """Ops of latent attention; values are counted as padded to the size of keys, as most backends need them."""
+    tokens, width, hidden = share.tokens, share.width, config.hidden_size
+    heads, key, value = config.num_attention_heads // share.tensor, config.head_dim, config.v_head_dim
+    latent, rotary = config.kv_lora_rank, config.qk_rope_head_dim
+    expanded = heads * (config.qk_nope_head_dim + value)
+    joined = width * tokens * heads * (3 * key)  # queries, keys and padded values are copied
+    attended = attention(tokens, keys_of(None, share.length), heads, heads, key, width)
+    shape = attended.attention
+    assert shape is not None  # all ops of attention have it
+    return [
+        *_queries(config, share, heads * key),
+        _linear(config, share, "kv_down", hidden, latent + rotary, keeps_input=False),
+        rms_norm("latent norm", tokens, latent, width, weights=(Weight("attention.kv_norm.weight", (latent,)),)),
+        rotation(tokens, heads + 1, rotary, width),
+        _linear(config, share, "kv_up", latent, expanded, cut=0),
+        OpCost("joined heads", "memory", traffic=2 * joined, backward_traffic=2 * joined),
+        replace(attended, attention=replace(shape, latent=latent + rotary, expanded=expanded)),
+        _linear(config, share, "o_proj", heads * value, hidden, cut=1),
+    ]
+
+
+def _queries(config: DeepSeekConfig, share: Share, outputs: int) -> list[OpCost]:
+    hidden, rank = config.hidden_size, config.q_lora_rank
+    if rank is None:
+        return [_linear(config, share, "q_proj", hidden, outputs, cut=0)]
+    weights = (Weight("attention.q_proj.norm.weight", (rank,)),)
+    return [
+        _linear(config, share, "q_proj.down", hidden, rank),
+        rms_norm("query norm", share.tokens, rank, share.width, weights=weights),
+        _linear(config, share, "q_proj.up", rank, outputs, cut=0),
+    ]
+
+
+def _linear(
+    config: DeepSeekConfig,
+    share: Share,
+    name: str,
+    features: int,
+    outputs: int,
+    *,
+    cut: int | None = None,
+    keeps_input: bool = True,
+) -> OpCost:
+    """Cost of a projection of attention, which ``tp`` splits along ``cut``."""
+    weights = [Weight(f"attention.{name}.weight", (outputs, features), "linear", cut)]
+    if name.rpartition(".")[2] in config.biased_projections():
+        weights.append(Weight(f"attention.{name}.bias", (outputs,), cut=0 if cut == 0 else None))
+    keeps = {"keeps_input": keeps_input}
+    return linear(name, share.tokens, features, outputs, share.width, weights=tuple(weights), **keeps)
+
+
+def _feed_forward(config: DeepSeekConfig, layer: int, share: Share) -> FeedForwardCost:
+    """Cost of the routed and the shared experts of a layer, or of the SwiGLU of a dense layer."""
+    if not config.has_experts(layer):
+        return swiglu_cost(config, layer, share)
+    inside = config.moe_intermediate_size
+    routed = mixture(share, config.hidden_size, inside, config.num_experts, config.experts_per_token)
+    # Under tp, the shared expert gathers positions, which routed experts do not read.
+    shared = gated_cost(
+        config, share, inside * config.num_shared_experts, "ffn.shared_expert", keeps_input=share.tensor > 1
+    )
+    return routed._replace(
+        ops=(*routed.ops, *shared.ops),
+        parameters=routed.parameters + shared.parameters,
+        workspace=routed.workspace + shared.workspace,
+        exchanges=(*routed.exchanges, *shared.exchanges),
+        backward_exchanges=(*routed.backward_exchanges, *shared.backward_exchanges),
+    )
