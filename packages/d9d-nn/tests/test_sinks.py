@@ -9,10 +9,13 @@ import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSignature
+from d9d_core.traits import TensorStyle
 from d9d_nn.attention.core import AttentionCore
+from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.ops.attention import flex
 from d9d_nn.ops.attention.reference import attention, visible
 from d9d_nn.ops.attention.slot import AttentionSlot
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -92,3 +95,26 @@ def test_a_core_passes_its_sinks_on() -> None:
     torch.testing.assert_close(core(query, key, value, None, sinks), attention(query, key, value, None, sinks))
     core.attend_by(lambda *given: given[-1])
     assert core(query, key, value, None, sinks) is sinks
+
+
+def test_a_layer_has_a_sink_for_each_query_head_which_tensor_parallelism_splits_like_the_heads() -> None:
+    torch.manual_seed(0)
+    sizes = {"query_heads": 4, "key_value_heads": 2, "head_dim": 16, "std": 0.5, "output_std": 0.1}
+    layer = GroupedQueryAttention(32, sinks=True, **sizes)
+    assert layer.sinks is not None
+    assert layer.sinks.weight.shape == (4,)
+    assert 0.1 < layer.sinks.weight.std() < 1.5
+    assert layer.tensor_parallel_plan()["sinks"] is TensorStyle.COLUMN
+    assert layer.tensor_parallel_heads()["sinks"] == 4
+    rotation, hidden = RotaryEmbedding(16, theta=1e4)(torch.arange(8).unsqueeze(0)), torch.randn(2, 8, 32)
+    out = layer(hidden, rotation, None)
+    out.sum().backward()
+    assert layer.sinks.weight.grad is not None
+    assert layer.sinks.weight.grad.all()
+    with torch.no_grad():
+        layer.sinks.weight.fill_(-torch.inf)  # a sink without a share
+    without = GroupedQueryAttention(32, **sizes)
+    assert without.sinks is None
+    without.load_state_dict({name: tensor for name, tensor in layer.state_dict().items() if "sinks" not in name})
+    torch.testing.assert_close(layer(hidden, rotation, None), without(hidden, rotation, None))
+    assert not torch.allclose(out, without(hidden, rotation, None))

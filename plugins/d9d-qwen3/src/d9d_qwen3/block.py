@@ -1,11 +1,6 @@
-"""Layers of Qwen3, dense and with experts.
-
-Shapes: B samples, S positions, H features.
-"""
+"""Layers of Qwen3, dense and with experts."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from d9d_moe.balancing.balancers import build_balancers
 from d9d_moe.dispatch.local import LocalDispatcher
@@ -13,10 +8,7 @@ from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_moe.experts.layer import MoELayer
 from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
-from d9d_nn.attention.masks import AttentionMasks
-from d9d_nn.decoder.block import DecoderBlock, grouped_query_attention, swiglu
-from d9d_nn.rope.rotary_embedding import Rotation
-from torch import Tensor
+from d9d_nn.decoder.block import DecoderBlock, RoutedBlock, grouped_query_attention, swiglu
 
 from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
@@ -33,7 +25,7 @@ class Qwen3Block(DecoderBlock):
         super().__init__(config, _attention(config, layer), swiglu(config, config.intermediate_size))
 
 
-class Qwen3MoeBlock(DecoderBlock):
+class Qwen3MoeBlock(RoutedBlock):
     """Transformer block of Qwen3-MoE: attention with head norms, then experts.
 
     Args:
@@ -41,23 +33,8 @@ class Qwen3MoeBlock(DecoderBlock):
         layer: index of the layer in the whole model.
     """
 
-    routes: ClassVar[bool] = True
-
     def __init__(self, config: Qwen3MoeConfig, layer: int) -> None:
         super().__init__(config, _attention(config, layer), _experts(config))
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        documents: AttentionMasks | Tensor | None,
-        padding: Tensor | None = None,
-    ) -> Tensor:
-        """Map [B, S, H] to [B, S, H]; experts skip tokens marked in ``padding``, bool [B, S]."""
-        normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
-        attended = self.attention(normed, rotation, documents)  # [B, S, H]
-        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
-        return hidden + self.ffn(normed, padding)  # type: ignore[no-any-return]  # [B, S, H]
 
 
 def build_block(config: AnyQwen3Config, layer: int) -> DecoderBlock:

@@ -77,6 +77,29 @@ class DecoderBlock(nn.Module):
         return hidden + self.ffn(normed)  # type: ignore[no-any-return]  # [B, S, H]
 
 
+class RoutedBlock(DecoderBlock):
+    """Decoder block whose feed-forward layer routes tokens to experts, and is called with the padding too.
+
+    Args:
+        config, attention, ffn, norm: see :class:`DecoderBlock`; ``ffn`` maps [B, S, H] and padding to [B, S, H].
+    """
+
+    routes: ClassVar[bool] = True
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        documents: AttentionMasks | Tensor | None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Map [B, S, H] to [B, S, H]; experts skip tokens marked in ``padding``, bool [B, S]."""
+        normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
+        attended = self.attention(normed, rotation, documents)  # [B, S, H]
+        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
+        return hidden + self.ffn(normed, padding)  # type: ignore[no-any-return]  # [B, S, H]
+
+
 class SandwichBlock(DecoderBlock):
     """Decoder block with four norms: the outputs of attention and feed-forward are normalised before they are added.
 
@@ -125,6 +148,7 @@ def grouped_query_attention(
     softcap: float | None = None,
     norm: type[RMSNorm] = RMSNorm,
     interleaved: bool = False,
+    sinks: bool = False,
 ) -> GroupedQueryAttention:
     """Build the grouped-query attention of a decoder block.
 
@@ -135,6 +159,7 @@ def grouped_query_attention(
         softcap: see :class:`GroupedQueryAttention`.
         norm: see :class:`GroupedQueryAttention`.
         interleaved: see :class:`GroupedQueryAttention`.
+        sinks: see :class:`GroupedQueryAttention`.
     """
     return GroupedQueryAttention(
         config.hidden_size,
@@ -150,6 +175,7 @@ def grouped_query_attention(
         norm=norm,
         rotary_dim=config.rope(layer).features,
         interleaved=interleaved,
+        sinks=sinks,
     )
 
 

@@ -61,6 +61,7 @@ def decoder_cost(
     *,
     head_norms: bool,
     output_norms: bool = False,
+    sinks: bool = False,
 ) -> StageCost:
     """Cost of a stage of a decoder: embedding, layers, and final norm with heads.
 
@@ -71,6 +72,7 @@ def decoder_cost(
         feed_forward: cost of the feed-forward part of a layer.
         head_norms: whether attention normalises the heads of queries and keys.
         output_norms: whether the outputs of attention and feed-forward are normalised.
+        sinks: whether query heads have learned sinks.
 
     Raises:
         BuildError: the heads, positions or feed-forward layers cannot be divided over the ranks.
@@ -81,7 +83,7 @@ def decoder_cost(
         blocks.append(_embedding(config, share))
     for first, layers in _alike(config, layers_of(config, stage)).items():
         names = tuple(f"layers.{layer}" for layer in layers)
-        cost = _layer(config, first, share, feed_forward(config, first, share), head_norms, output_norms)
+        cost = _layer(config, first, share, feed_forward(config, first, share), head_norms, output_norms, sinks)
         blocks.append(replace(cost, count=len(layers), names=names))
     if stage.is_last:
         blocks.append(_heads(config, stage, share))
@@ -168,11 +170,12 @@ def _layer(
     feed_forward: FeedForwardCost,
     head_norms: bool,
     output_norms: bool,
+    sinks: bool,
 ) -> BlockCost:
     width, hidden, own = share.width, config.hidden_size, share.tokens / share.tensor
     names = ("attention_norm", "ffn_norm", *(("post_attention_norm", "post_ffn_norm") if output_norms else ()))
     norms = [rms_norm(name, own, hidden, width, weights=(Weight(f"{name}.weight", (hidden,)),)) for name in names]
-    attended = _attention(config, layer, share, head_norms)
+    attended = _attention(config, layer, share, head_norms, sinks)
     parameters = sum(weight.numbers for op in attended for weight in op.weights)
     around, state = sequence_exchanges(config, share), state_bytes(config, share)
     return BlockCost(
@@ -187,7 +190,7 @@ def _layer(
     )
 
 
-def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool) -> list[OpCost]:
+def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool, sinks: bool) -> list[OpCost]:
     width, hidden, head, tokens = share.width, config.hidden_size, config.head_dim, share.tokens
     queries = config.num_attention_heads / share.tensor
     # With fewer key and value heads than ranks, several ranks compute the same head.
@@ -206,10 +209,13 @@ def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool
         if head_norms
         else rotation(tokens, queries + pairs, head, width)
     )
+    mixing = attention(tokens, keys_of(config.window(layer), share.length), queries, pairs, head, width)
+    if sinks:
+        mixing = replace(mixing, weights=(Weight("attention.sinks.weight", (int(queries),), cut=0),))
     return [
         linear("query, key, value", tokens, hidden, inside, width, weights=tuple(into)),
         placed,
-        attention(tokens, keys_of(config.window(layer), share.length), queries, pairs, head, width),
+        mixing,
         linear("output", tokens, outputs, hidden, width, keeps_input=False, weights=tuple(out_of)),
     ]
 
