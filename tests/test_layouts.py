@@ -123,6 +123,7 @@ _OF_GPT_OSS = (
     Layout("tp 2", {"tp": 2}, ["tensor_parallel"]),
     Layout("cp 2, ring", {"cp": 2}, [{"name": "context_parallel", "method": "ring"}]),
     Layout("cp 2, ulysses", {"cp": 2}, [{"name": "context_parallel", "method": "ulysses"}]),
+    Layout("cp 2, all_gather", {"cp": 2}, [{"name": "context_parallel", "method": "all_gather"}]),
     Layout("cp 4, hybrid", {"cp": 4}, [{"name": "context_parallel", "method": "hybrid", "head_ranks": 2}]),
     Layout(
         "fsdp 2, cp 2, ring, tp 2, ep 4",

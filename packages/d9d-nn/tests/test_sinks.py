@@ -12,7 +12,7 @@ from d9d_core.kernel import OpSignature
 from d9d_core.traits import TensorStyle
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
-from d9d_nn.ops.attention import flex
+from d9d_nn.ops.attention import flex, sdpa_sinks
 from d9d_nn.ops.attention.reference import attention, visible
 from d9d_nn.ops.attention.slot import AttentionSlot
 from d9d_nn.rope.rotary_embedding import RotaryEmbedding
@@ -68,6 +68,38 @@ def test_flex_computes_sinks_and_caps(option: str, window: int | None, documents
     assert not torch.allclose(expected, plain_attention, atol=1e-2)
     slot.bind("flex", flex.build(OpSignature(slot.op, "cpu", "float32", slot.static)))
     torch.testing.assert_close(slot(query, key, value, slot.prepare(documents, 8, CPU), *more), expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_sdpa_computes_sinks_from_all_queries_and_from_some(window: int | None, documents: Tensor | None) -> None:
+    given = drawn(torch.float64)
+    query, key, value, sinks = given
+    slot = AttentionSlot(query_heads=4, key_value_heads=2, head_dim=16, window=window, sinks=True)
+    backend = sdpa_sinks.build(OpSignature(slot.op, "cpu", "float64", slot.static))
+    expected = slot(query, key, value, documents, sinks)
+    assert isinstance(backend, sdpa_sinks.SinkSdpa)
+    found = backend(query, key, value, backend.prepare(documents, 8, CPU), sinks)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found.sum(), given), torch.autograd.grad(expected.sum(), given), strict=True):
+        torch.testing.assert_close(a, b)
+    runs = [range(2), range(6, 8)]
+    own = torch.tensor([0, 1, 6, 7])
+    mask = backend.prepare_queries(documents, runs, 8, CPU)
+    torch.testing.assert_close(
+        backend(query[:, own], key, value, mask, sinks), slot(query, key, value, documents, sinks)[:, own]
+    )
+
+
+def test_sdpa_is_chosen_only_where_the_reference_cannot_attend() -> None:
+    facts = {"head_dim": 16, "causal": True, "window": None}
+    assert sdpa_sinks.supports(OpSignature("sink_attention", "cpu", "float32", facts)).priority == 0
+    assert (
+        sdpa_sinks.supports(OpSignature("sink_attention", "cpu", "float32", facts | {"own_queries": True})).priority > 0
+    )
+    on_gpu = OpSignature("sink_attention", "cuda", "bfloat16", facts | {"own_queries": True})
+    assert sdpa_sinks.supports(on_gpu).priority < flex.supports(on_gpu).priority
+    assert not sdpa_sinks.supports(OpSignature("sink_attention", "cpu", "int8", facts)).accept
 
 
 def test_backends_that_compute_no_sinks_cannot_be_chosen_for_them() -> None:

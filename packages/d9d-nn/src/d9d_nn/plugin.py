@@ -167,6 +167,13 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         )
     yield KernelSpec(
         name="sdpa",
+        summary="torch scaled_dot_product_attention with sinks as a key, for queries of some positions on a CPU.",
+        op="sink_attention",
+        supports=Ref("d9d_nn.ops.attention.sdpa_sinks:supports"),
+        build=Ref("d9d_nn.ops.attention.sdpa_sinks:build"),
+    )
+    yield KernelSpec(
+        name="sdpa",
         summary="torch's fused kernels for attention to some keys; no documents, no windows.",
         op="attention_block",
         supports=Ref("d9d_nn.ops.attention.block_sdpa:supports"),
