@@ -115,7 +115,7 @@ def test_an_embedding_without_added_tokens_is_in_one_piece() -> None:
 # --- pooling
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", ["last", "first", "mean"])
 def test_padding_does_not_change_a_pooled_sample(pooling: str) -> None:
     texts = [torch.randn(1, length, 6) for length in (1, 4, 3)]
     padded = torch.full((3, 4, 6), float("nan"))
@@ -132,6 +132,48 @@ def test_pooling_takes_the_last_position_or_the_mean() -> None:
     assert pool(hidden, None, "mean").item() == 3
     assert pool(hidden, lengths, "last").item() == 2
     assert pool(hidden, lengths, "mean").item() == 1.5
+    assert pool(hidden, lengths, "first").item() == 1
+
+
+def test_masked_pooling_averages_the_marked_positions_of_a_sample_or_row() -> None:
+    hidden = torch.tensor([[[1.0], [2.0], [6.0], [8.0]], [[3.0], [torch.nan], [5.0], [7.0]]])
+    mask = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 1]])
+    assert pool(hidden, None, "masked", mask=mask).flatten().tolist() == [5, 5]
+    assert pool(hidden, torch.tensor([2, 3]), "masked", mask=mask.bool()).flatten().tolist() == [2, 4]
+    assert not pool(hidden[:1], None, "masked", mask=torch.zeros(1, 4)).any()
+    ends = torch.tensor([[1, 4, 0]])
+    assert pool(hidden[:1], None, "masked", ends, mask[:1])[0, :2].flatten().tolist() == [0, 5]
+    assert pool(hidden[:1], None, "first", ends)[0, :2].flatten().tolist() == [1, 2]
+    assert pool(hidden[:1], None, "mean", ends)[0, :2].flatten().tolist() == pytest.approx([1, 16 / 3])
+    for wrong in (None, mask[:, :3]):
+        with pytest.raises(ValueError, match=r"needs pooling_mask \[2, 4\] in the microbatch, and got .*; give it in"):
+            pool(hidden, None, "masked", mask=wrong)
+
+
+def test_dropout_of_a_classifier_acts_in_training_only_and_says_that_it_depends_on_the_layout() -> None:
+    head, hidden = ClassificationHead(64, 3, pooling="first", std=0.5, dropout=0.5), torch.randn(2, 4, 64)
+    plain = hidden[:, 0] @ head.weight.T
+    assert not torch.allclose(head(hidden)["class_logits"], plain)
+    assert_close_values(head.eval()(hidden)["class_logits"], plain)
+    assert head.layout_dependence() == ["dropout of a head draws random numbers per microbatch"]
+    assert ClassificationHead(6, 3, pooling="last", std=0.5).layout_dependence() == []
+
+
+def test_an_embedding_is_projected_before_it_is_cut() -> None:
+    head = EmbeddingHead(pooling="mean", normalize=True, dim=3, hidden_size=6, projection=5, std=0.5)
+    hidden = torch.randn(2, 4, 6)
+    assert head.weight is not None
+    assert head.weight.shape == (5, 6)
+    assert head.weight.std().item() == pytest.approx(0.5, rel=0.5)
+    expected = functional.normalize((hidden.mean(1) @ head.weight.T)[:, :3], dim=-1)
+    assert_close_values(head(hidden)["embedding"], expected)
+
+
+def test_heads_get_the_mask_of_the_microbatch() -> None:
+    masked = heads(vector=EmbeddingHeadConfig(pooling="masked", normalize=False))
+    hidden, mask = torch.randn(2, 3, 8), torch.tensor([[0, 1, 0], [1, 0, 0]])
+    found = masked(hidden, {}, pooling_mask=mask)["embedding"]
+    assert_close_values(found, torch.stack([hidden[0, 1], hidden[1, 0]]))
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
@@ -213,7 +255,7 @@ def test_heads_say_what_may_be_split_and_can_be_filled_late() -> None:
     several = heads(**CONFIGS)
     whole = TensorStyle.WHOLE
     assert several.tensor_parallel_plan() == {"words": TensorStyle.VOCAB, "topic": whole, "vector": whole}
-    assert modules_with(several, LateInit).keys() == {"words", "topic"}
+    assert modules_with(several, LateInit).keys() == {"words", "topic", "vector"}
     split = Heads({"words": CONFIGS["words"]}, hidden_size=8, vocabulary=20, num_layers=3, std=0.5, added_tokens=2)
     assert split.tensor_parallel_plan() == {"words": TensorStyle.WHOLE}
 

@@ -26,7 +26,7 @@ from d9d_nn.costs import (
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.flops import keys_of
 from d9d_nn.decoder.stages import layers_of
-from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig
+from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 
 
 class FeedForwardCost(NamedTuple):
@@ -243,7 +243,7 @@ def _embedding(config: DecoderConfig, share: Share) -> BlockCost:
 
 
 def _classes(name: str, classes: int, hidden: int, share: Share, of_tokens: bool) -> OpCost:
-    """Projection of a classifier: of tokens, with a bias, or of pooled samples. Replicated over ``tp``."""
+    """Projection of a head: of tokens, with a bias, or of pooled samples. Replicated over ``tp``."""
     weights = [Weight(f"{name}.weight", (classes, hidden))]
     if of_tokens:
         weights.append(Weight(f"{name}.bias", (classes,)))
@@ -269,6 +269,9 @@ def _heads(config: DecoderConfig, stage: Stage, share: Share) -> BlockCost:
         elif isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
             of_tokens = isinstance(head, TokenClassificationHeadConfig)
             ops.append(_classes(f"heads.{name}", head.num_classes, hidden, share, of_tokens))
+            parameters += sum(weight.numbers for weight in ops[-1].weights)
+        elif isinstance(head, EmbeddingHeadConfig) and head.projection is not None:
+            ops.append(_classes(f"heads.{name}", head.projection, hidden, share, of_tokens=False))
             parameters += sum(weight.numbers for weight in ops[-1].weights)
     size = width * tokens * hidden
     ahead = (Exchange("all_gather", "tp", size),) if share.tensor > 1 else ()

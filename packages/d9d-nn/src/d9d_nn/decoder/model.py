@@ -153,6 +153,7 @@ class DecoderModel(nn.Module):
         targets: Tensor | None = None,
         lengths: Tensor | None = None,
         ends: Tensor | None = None,
+        pooling_mask: Tensor | None = None,
         **layer_sums: Tensor,
     ) -> dict[str, Tensor]:
         """Run this stage.
@@ -167,6 +168,8 @@ class DecoderModel(nn.Module):
                 after these tokens. ``None`` if there is no padding.
             ends: int64 [B, N], where each row of packed samples ends, 0 after the last row; heads that pool then return
                 a result for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
+            pooling_mask: bool or integers [B, S], of all positions; heads with masked pooling average the positions
+                with other values than zero.
             layer_sums: [B, S, H] each, for later stages: the other outputs of the previous stage.
 
         Returns:
@@ -218,6 +221,7 @@ class DecoderModel(nn.Module):
             targets=targets,
             lengths=lengths,
             ends=ends,
+            pooling_mask=pooling_mask,
             tied_weight=self.embedding.vocabulary_weight() if self.config.tie_embeddings else None,
         )
         return outputs

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from d9d_core.config import Section
 from pydantic import Field, PositiveInt
 
-Pooling = Literal["last", "mean"]
+Pooling = Literal["last", "first", "mean", "masked"]
 Layers = Annotated[list[int], Field(min_length=1)]
 
 
@@ -29,7 +29,11 @@ class ClassificationHeadConfig(Section):
     """Number of classes, C; one for a score, as in a reward model."""
 
     pooling: Pooling = "last"
-    """Represents a sample by its last position, or by the mean of all."""
+    """Represents a sample by its last position, its first, the mean of all, or the mean of the positions that
+    ``pooling_mask`` of the microbatch marks."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of the pooled features that is dropped in training."""
 
     layers: Layers | None = None
     """Read the mean of these layers' normalised outputs, counted from 0, or from the end if negative; null reads the
@@ -51,16 +55,20 @@ class TokenClassificationHeadConfig(Section):
 
 
 class EmbeddingHeadConfig(Section):
-    """Embedding head. Gives ``embedding`` float [B, D]; has no parameters."""
+    """Embedding head. Gives ``embedding`` float [B, D]; has parameters only with ``projection``."""
 
     kind: Literal["embedding"] = "embedding"
     """Selects the head."""
 
     pooling: Pooling = "last"
-    """Represents a sample by its last position, or by the mean of all."""
+    """Represents a sample by its last position, its first, the mean of all, or the mean of the positions that
+    ``pooling_mask`` of the microbatch marks."""
 
     normalize: bool = True
     """Scale vectors to length one."""
+
+    projection: PositiveInt | None = None
+    """Features of a trained linear map of the pooled state, without a bias; null has no map."""
 
     dim: PositiveInt | None = None
     """Keep the first features only, D of them; null keeps all."""
@@ -122,8 +130,11 @@ def check_heads(
             except ValueError as error:
                 raise ValueError(f"{name}.layers: {error}") from None
         dim = head.dim if isinstance(head, EmbeddingHeadConfig) else None
-        if hidden_size is not None and dim is not None and dim > hidden_size:
-            raise ValueError(f"{name}.dim: {dim} is more than hidden_size = {hidden_size}; give at most {hidden_size}")
+        most, of = hidden_size, "hidden_size"
+        if isinstance(head, EmbeddingHeadConfig) and head.projection is not None:
+            most, of = head.projection, "projection"
+        if most is not None and dim is not None and dim > most:
+            raise ValueError(f"{name}.dim: {dim} is more than {of} = {most}; give at most {most}")
     language = [name for name, head in heads.items() if head.kind == "causal_lm"]
     if tied and len(language) != 1:
         have = f"{len(language)} causal_lm heads ({', '.join(language)})" if language else "no causal_lm head"

@@ -58,11 +58,20 @@ class Heads(nn.ModuleDict):
                 raise BuildError(f"model.heads: '{name}' is an attribute of modules; give the head another name")
             self._reads[name] = head_layers(config, num_layers)
             if isinstance(config, ClassificationHeadConfig):
-                self[name] = ClassificationHead(hidden_size, config.num_classes, pooling=config.pooling, std=std)
+                self[name] = ClassificationHead(
+                    hidden_size, config.num_classes, pooling=config.pooling, std=std, dropout=config.dropout
+                )
             elif isinstance(config, TokenClassificationHeadConfig):
                 self[name] = TokenClassificationHead(hidden_size, config.num_classes, std=std)
             elif isinstance(config, EmbeddingHeadConfig):
-                self[name] = EmbeddingHead(pooling=config.pooling, normalize=config.normalize, dim=config.dim)
+                self[name] = EmbeddingHead(
+                    pooling=config.pooling,
+                    normalize=config.normalize,
+                    dim=config.dim,
+                    hidden_size=hidden_size,
+                    projection=config.projection,
+                    std=std,
+                )
             else:
                 self[name] = CausalLMHead(
                     hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens, softcap=softcap
@@ -83,6 +92,7 @@ class Heads(nn.ModuleDict):
         targets: Tensor | None = None,
         lengths: Tensor | None = None,
         ends: Tensor | None = None,
+        pooling_mask: Tensor | None = None,
         tied_weight: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Run the heads.
@@ -97,6 +107,7 @@ class Heads(nn.ModuleDict):
             lengths: int64 [B], tokens of each right-padded sample; ``None`` if there is no padding.
             ends: int64 [B, N], where each row of packed samples ends, for heads that pool; see
                 :func:`~d9d_nn.heads.pooling.pool`. ``None`` pools samples.
+            pooling_mask: [B, S], for heads with masked pooling.
             tied_weight: [V, H] for tied heads.
 
         Returns:
@@ -109,7 +120,7 @@ class Heads(nn.ModuleDict):
             if isinstance(head, TokenClassificationHead):
                 mine = head(hidden)
             elif not isinstance(head, CausalLMHead):
-                mine = head(hidden, lengths, ends)
+                mine = head(hidden, lengths, ends, pooling_mask)
             elif targets is not None or len(self) == 1:
                 mine = head(hidden, targets, tied_weight)
             else:
