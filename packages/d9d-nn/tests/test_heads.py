@@ -9,8 +9,15 @@ from d9d_core.strategy import StepShape
 from d9d_core.traits import LateInit, TensorStyle, modules_with
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
 from d9d_nn.heads.causal_lm import CausalLMHead
+from d9d_nn.heads.choice import observed_states
 from d9d_nn.heads.classification import ClassificationHead
-from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, EmbeddingHeadConfig
+from d9d_nn.heads.config import (
+    CausalLMHeadConfig,
+    ClassificationHeadConfig,
+    EmbeddingHeadConfig,
+    HeadConfig,
+    HiddenStatesHeadConfig,
+)
 from d9d_nn.heads.embedding import EmbeddingHead
 from d9d_nn.heads.heads import Heads
 from d9d_nn.heads.layer_mean import LayerSums, sums_begun
@@ -228,7 +235,7 @@ CONFIGS = {
 }
 
 
-def heads(**configs: CausalLMHeadConfig | ClassificationHeadConfig | EmbeddingHeadConfig) -> Heads:
+def heads(**configs: HeadConfig) -> Heads:
     return Heads(configs, hidden_size=8, vocabulary=20, num_layers=3, std=0.5)
 
 
@@ -263,6 +270,23 @@ def test_heads_say_what_may_be_split_and_can_be_filled_late() -> None:
 def test_a_head_cannot_be_called_like_an_attribute_of_modules() -> None:
     with pytest.raises(BuildError, match="'train' is an attribute of modules"):
         heads(train=CONFIGS["topic"])
+
+
+def test_hidden_states_are_an_output_with_a_gradient_as_a_mean_or_layer_by_layer() -> None:
+    states = HiddenStatesHeadConfig(layers=[-1, 0])
+    several = heads(topic=CONFIGS["topic"], mean=states, each=HiddenStatesHeadConfig(layers=[2, 0], aggregation="none"))
+    final, mean = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    layers = [torch.randn(2, 3, 8, requires_grad=True) for _ in range(2)]
+    outputs = several(final, {(0, 2): mean, (0,): layers[0], (2,): layers[1]})
+    assert torch.equal(outputs["mean/hidden_states"], mean)
+    assert torch.equal(outputs["each/hidden_states"], torch.stack(layers, dim=2))
+    outputs["each/hidden_states"].sum().backward()
+    assert layers[0].grad is not None
+    assert torch.equal(heads(states=HiddenStatesHeadConfig())(final, {})["hidden_states"], final)
+    observed = observed_states(outputs)
+    assert torch.equal(observed["hidden_states"], mean)
+    assert observed_states({"logits": final}) == {}
+    assert not observed_states({"hidden_states": layers[0] * 1})["hidden_states"].requires_grad
 
 
 # --- means of layers

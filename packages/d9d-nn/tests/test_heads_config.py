@@ -43,6 +43,8 @@ def test_the_kind_selects_the_config() -> None:
         ({"a": {"kind": "embedding", "pooling": "max"}}, "'last', 'first', 'mean' or 'masked'"),
         ({"a": {"kind": "classification", "num_classes": 2, "dropout": 1.0}}, "less than 1"),
         ({"a": {"kind": "embedding", "projection": 0}}, "greater than 0"),
+        ({"a": {"kind": "hidden_states", "aggregation": "none"}}, "give layers, or remove aggregation"),
+        ({"a": {"kind": "hidden_states", "layers": [0], "aggregation": "sum"}}, "'mean' or 'none'"),
     ],
 )
 def test_impossible_heads_are_refused(heads: dict, text: str) -> None:

@@ -119,6 +119,36 @@ def test_a_projected_embedding_of_marked_positions_is_the_same_over_two_stages_a
     assert layout.config_from_json(layout.config_json(of, "float32")) == of
 
 
+def test_hidden_states_of_layers_on_any_stages_are_an_output_in_training() -> None:
+    heads = {
+        "words": {"kind": "causal_lm"},
+        "each": {"kind": "hidden_states", "layers": [0, -1], "aggregation": "none"},
+        "mean": {"kind": "hidden_states", "layers": [1, 2]},
+    }
+    of = config(heads=heads, num_layers=3)
+    model, inputs = random_model(of), batch(of)
+    seen: dict[str, Tensor] = {}
+    for index, layer in model.layers.items():
+        layer.register_forward_hook(lambda _module, _args, out, index=index: seen.update({index: out.detach()}))
+    outputs = model(**inputs)
+    states = [model.norm(seen[index]) for index in ("0", "1", "2")]
+    assert_close_values(outputs["each/hidden_states"], torch.stack([states[0], states[2]], dim=2))
+    assert_close_values(outputs["mean/hidden_states"], (states[1] + states[2]) / 2)
+    observed = CausalLM(CausalLMConfig(head="words")).observations(outputs, inputs)
+    assert torch.equal(observed["hidden_states"], outputs["each/hidden_states"])
+    total(outputs).backward()
+    expected = gradients(model)
+    stages = [Qwen3(of, Stage(index, 3)) for index in range(3)]
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    sent, shared = {"tokens": inputs["tokens"]}, {name: t for name, t in inputs.items() if name != "tokens"}
+    for stage in stages:
+        sent = stage(**sent, **shared)
+    assert_close_values(sent["each/hidden_states"], outputs["each/hidden_states"])
+    total(sent).backward()
+    assert_close_gradients({name: g for stage in stages for name, g in gradients(stage).items()}, expected)
+
+
 def test_several_heads_answer_at_once_by_their_names() -> None:
     of = config(heads=SEVERAL, num_layers=3)
     model, inputs = random_model(of), batch(of)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.classification.config import ClassificationConfig, TokenClassificationConfig
-from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.heads.choice import choose_head, exceeded, observed_states, read_output
 from d9d_nn.microbatch import (
     check_fields,
     counts_samples,
@@ -105,9 +105,9 @@ class Classification(TextTask):
         return {_TERM: loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Observations ``class_logits`` and ``labels``."""
+        """Observations ``class_logits`` and ``labels``, and ``hidden_states``, if the model has such a head."""
         logits = read_output(outputs, "class_logits", self.config.head)
-        return {"class_logits": logits.detach(), "labels": microbatch["labels"]}
+        return {"class_logits": logits.detach(), "labels": microbatch["labels"], **observed_states(outputs)}
 
 
 class TokenClassification(Classification):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from d9d_core.config import Section
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 Pooling = Literal["last", "first", "mean", "masked"]
 Layers = Annotated[list[int], Field(min_length=1)]
@@ -78,8 +78,33 @@ class EmbeddingHeadConfig(Section):
     last layer."""
 
 
+class HiddenStatesHeadConfig(Section):
+    """Head that returns normalised hidden states: ``hidden_states`` [B, S, H], or [B, S, L, H] of L layers."""
+
+    kind: Literal["hidden_states"] = "hidden_states"
+    """Selects the head."""
+
+    layers: Layers | None = None
+    """Layers whose normalised outputs are returned, counted from 0, or from the end if negative; null returns the
+    last layer."""
+
+    aggregation: Literal["mean", "none"] = "mean"
+    """Return the mean of the layers, or all layers in ascending order."""
+
+    @field_validator("aggregation")
+    @classmethod
+    def _of_given_layers(cls, value: str, info: ValidationInfo) -> str:
+        if value == "none" and "layers" in info.data and info.data["layers"] is None:
+            raise ValueError("none returns each of some layers; give layers, or remove aggregation")
+        return value
+
+
 HeadConfig = Annotated[
-    CausalLMHeadConfig | ClassificationHeadConfig | TokenClassificationHeadConfig | EmbeddingHeadConfig,
+    CausalLMHeadConfig
+    | ClassificationHeadConfig
+    | TokenClassificationHeadConfig
+    | EmbeddingHeadConfig
+    | HiddenStatesHeadConfig,
     Field(discriminator="kind"),
 ]
 HeadName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
@@ -107,6 +132,15 @@ def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
     if twice := [layer for layer in set(found) if found.count(layer) > 1]:
         raise ValueError(f"layer {min(twice)} appears twice in {list(layers)}; name each layer once")
     return found
+
+
+def head_reads(head: HeadConfig, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """Sets of layers whose means a head reads, see :func:`head_layers`; empty if it reads the final state."""
+    layers = head_layers(head, num_layers)
+    if layers is None:
+        return ()
+    alone = isinstance(head, HiddenStatesHeadConfig) and head.aggregation == "none"
+    return tuple((layer,) for layer in layers) if alone else (layers,)
 
 
 def check_heads(

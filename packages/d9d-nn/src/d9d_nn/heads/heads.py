@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from d9d_core.errors import BuildError
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from d9d_nn.heads.config import (
     ClassificationHeadConfig,
     EmbeddingHeadConfig,
     HeadConfig,
+    HiddenStatesHeadConfig,
     TokenClassificationHeadConfig,
-    head_layers,
+    head_reads,
 )
 from d9d_nn.heads.embedding import EmbeddingHead
+from d9d_nn.heads.hidden_states import HiddenStatesHead
 from d9d_nn.heads.layer_mean import Layers
 from d9d_nn.heads.token_classification import TokenClassificationHead
 
@@ -52,11 +55,12 @@ class Heads(nn.ModuleDict):
         softcap: float | None = None,
     ) -> None:
         super().__init__()
-        self._reads: dict[str, Layers | None] = {}
+        self._reads: dict[str, tuple[Layers, ...]] = {}
+        self._apart = frozenset(name for name, config in configs.items() if _returns_each(config))
         for name, config in configs.items():
             if hasattr(self, name):
                 raise BuildError(f"model.heads: '{name}' is an attribute of modules; give the head another name")
-            self._reads[name] = head_layers(config, num_layers)
+            self._reads[name] = head_reads(config, num_layers)
             if isinstance(config, ClassificationHeadConfig):
                 self[name] = ClassificationHead(
                     hidden_size, config.num_classes, pooling=config.pooling, std=std, dropout=config.dropout
@@ -72,6 +76,8 @@ class Heads(nn.ModuleDict):
                     projection=config.projection,
                     std=std,
                 )
+            elif isinstance(config, HiddenStatesHeadConfig):
+                self[name] = HiddenStatesHead()
             else:
                 self[name] = CausalLMHead(
                     hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens, softcap=softcap
@@ -115,9 +121,9 @@ class Heads(nn.ModuleDict):
         """
         outputs: dict[str, Tensor] = {}
         for name, head in self.items():
-            layers = self._reads[name]
-            hidden = final if layers is None else means[layers]
-            if isinstance(head, TokenClassificationHead):
+            read = [means[layers] for layers in self._reads[name]] or [final]
+            hidden = torch.stack(read, dim=2) if name in self._apart else read[0]
+            if isinstance(head, TokenClassificationHead | HiddenStatesHead):
                 mine = head(hidden)
             elif not isinstance(head, CausalLMHead):
                 mine = head(hidden, lengths, ends, pooling_mask)
@@ -127,3 +133,7 @@ class Heads(nn.ModuleDict):
                 continue
             outputs |= mine if len(self) == 1 else {f"{name}/{key}": tensor for key, tensor in mine.items()}
         return outputs
+
+
+def _returns_each(config: HeadConfig) -> bool:
+    return isinstance(config, HiddenStatesHeadConfig) and config.aggregation == "none"

@@ -129,7 +129,8 @@ def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
 
 def _parts(head: Head) -> tuple[str, ...]:
     """Parameters of a head that is no language model."""
-    return () if head.kind == "embedding" and getattr(head, "projection", None) is None else _PARTS[head.kind]
+    without = head.kind == "embedding" and getattr(head, "projection", None) is None
+    return () if without else _PARTS.get(head.kind, ())
 
 
 def _tensors(head: str, config: LanguageModel) -> list[str]:
