@@ -115,6 +115,34 @@ def test_further_families_compute_what_one_process_does(table: ModuleType, tmp_p
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
 
 
+#: Layouts of gpt-oss that divide the sinks of heads, the biases of experts, and windows in each way that differs.
+_OF_GPT_OSS = (
+    Layout("replicate 2", {"dp_replicate": 2}, ["replicate"]),
+    Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"]),
+    Layout("fsdp 2, ep 2", {"dp_shard": 2, "ep": 2}, ["fsdp", "expert_parallel"]),
+    Layout("tp 2", {"tp": 2}, ["tensor_parallel"]),
+    Layout("cp 2, ring", {"cp": 2}, [{"name": "context_parallel", "method": "ring"}]),
+    Layout("cp 2, ulysses", {"cp": 2}, [{"name": "context_parallel", "method": "ulysses"}]),
+    Layout("cp 2, all_gather", {"cp": 2}, [{"name": "context_parallel", "method": "all_gather"}]),
+    Layout("cp 4, hybrid", {"cp": 4}, [{"name": "context_parallel", "method": "hybrid", "head_ranks": 2}]),
+    Layout(
+        "fsdp 2, cp 2, ring, tp 2, ep 4",
+        {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
+        [{"name": "context_parallel", "method": "ring"}, "tensor_parallel", "fsdp", "expert_parallel"],
+    ),
+)
+
+
+@pytest.mark.full
+def test_gpt_oss_computes_what_one_process_does(table: ModuleType, tmp_path: Path) -> None:
+    model, corpus = table.GPT_OSS, tmp_path / "corpus"
+    rows = table.run(corpus, _OF_GPT_OSS, ["float32"], [3], model=model)
+    piped = [table.Piped("1f1b", 2, 3, model=model), table.Piped("zb1p", 2, 3, table.EXPERT_LAYOUTS[5], model=model)]
+    rows += table.run_pipelines(corpus, piped)
+    assert len(rows) == len(_OF_GPT_OSS) + len(piped)
+    assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
+
+
 @pytest.mark.full
 def test_a_bfloat16_run_that_changes_its_layout_computes_every_step_as_one_process_does(
     table: ModuleType, tmp_path: Path

@@ -38,6 +38,7 @@ PARTS = {
 PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
     "d9d_pipeline.plugin", "d9d_qwen3.plugin", "d9d_llama.plugin", "d9d_gemma.plugin", "d9d_deepseek.plugin",
+    "d9d_gpt_oss.plugin",
 )  # fmt: skip
 
 
@@ -138,6 +139,13 @@ EXPERTS = {key: value for key, value in DENSE.items() if key != "intermediate_si
         {"name": "z_loss", "coefficient": 0.001},
         {"name": "bias_update", "rate": 0.001},
     ],
+}  # fmt: skip
+#: Model with sinks, windows, and biases of experts.
+GPT_OSS = DENSE | {
+    "name": "gpt_oss", "vocab_size": 264, "sliding_window": 8, "num_experts": 8, "experts_per_token": 2,
+    "intermediate_size": 24,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 8, "truncate": False},
+    "balancing": [{"name": "auxiliary_loss", "scope": "sequence", "coefficient": 0.01}],
 }  # fmt: skip
 
 #: Model with latent attention, whose values are smaller than its keys, and experts in groups.

@@ -35,7 +35,7 @@ GROUPS = {
         "packages/d9d-launch", "plugins/d9d-kubernetes", "plugins/d9d-ray", "plugins/d9d-skypilot", "plugins/d9d-slurm",
     ),
     "models": (
-        "plugins/d9d-deepseek", "plugins/d9d-gemma", "plugins/d9d-llama", "plugins/d9d-qwen3",
+        "plugins/d9d-deepseek", "plugins/d9d-gemma", "plugins/d9d-gpt-oss", "plugins/d9d-llama", "plugins/d9d-qwen3",
         "plugins/d9d-transformers",
     ),
     "trackers": ("plugins/d9d-aim", "plugins/d9d-mlflow", "plugins/d9d-tensorboard", "plugins/d9d-wandb"),

@@ -119,6 +119,7 @@ def test_heads_that_run_once_per_sample_count_in_proportion() -> None:
     }
     assert head_parameters(config(heads=heads), 4) == 8 * (101 + 7 + 5 / 4)
     assert head_parameters(config(heads={"d": {"kind": "embedding"}}), 4) == 0
+    assert head_parameters(config(heads={"d": {"kind": "embedding", "projection": 6}}), 4) == 8 * 6 / 4
 
 
 @pytest.mark.parametrize(("window", "keys"), [(None, 5.0), (10, 5.0), (20, 5.0), (4, 5 - 36 / 20), (1, 5 - 81 / 20)])
@@ -257,14 +258,16 @@ def test_classifiers_of_samples_and_of_tokens_have_their_own_rows() -> None:
         "b": {"kind": "classification", "num_classes": 5},
         "c": {"kind": "token_classification", "num_classes": 7},
         "d": {"kind": "embedding"},
+        "e": {"kind": "embedding", "projection": 6},
     }
     found = dense_cost(config(heads=heads), Stage(), Share(2, 12), head_norms=False).blocks[-1]
-    of_samples, of_tokens = found.ops[1:]
+    of_samples, of_tokens, mapped = found.ops[1:]
+    assert mapped == costs.linear("classes", 2, 8, 6, 2, weights=(Weight("heads.e.weight", (6, 8)),))
     assert of_samples == costs.linear("classes", 2, 8, 5, 2, weights=(Weight("heads.b.weight", (5, 8)),))
     assert of_tokens == costs.linear(
         "classes", 24, 8, 7, 2, weights=(Weight("heads.c.weight", (7, 8)), Weight("heads.c.bias", (7,)))
     )
-    assert (found.parameters, found.workspace) == (8 + 40 + 63, 0.0)
+    assert (found.parameters, found.workspace) == (8 + 40 + 63 + 48, 0.0)
 
 
 def test_biases_of_attention_are_split_with_their_outputs() -> None:

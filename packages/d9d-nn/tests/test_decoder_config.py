@@ -177,7 +177,7 @@ def test_values_that_transformers_lacks_are_kept_in_a_field_of_our_own() -> None
     found = written(config(heads=heads, added_tokens=4), more=1)
     assert found["d9d"] == {
         "heads": {
-            "score": {"kind": "classification", "num_classes": 3, "pooling": "mean"},
+            "score": {"kind": "classification", "num_classes": 3, "pooling": "mean", "dropout": 0.0},
             "lm": {"kind": "causal_lm"},
         },
         "tie_embeddings": False,

@@ -9,8 +9,15 @@ from d9d_core.strategy import StepShape
 from d9d_core.traits import LateInit, TensorStyle, modules_with
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
 from d9d_nn.heads.causal_lm import CausalLMHead
+from d9d_nn.heads.choice import observed_states
 from d9d_nn.heads.classification import ClassificationHead
-from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, EmbeddingHeadConfig
+from d9d_nn.heads.config import (
+    CausalLMHeadConfig,
+    ClassificationHeadConfig,
+    EmbeddingHeadConfig,
+    HeadConfig,
+    HiddenStatesHeadConfig,
+)
 from d9d_nn.heads.embedding import EmbeddingHead
 from d9d_nn.heads.heads import Heads
 from d9d_nn.heads.layer_mean import LayerSums, sums_begun
@@ -115,7 +122,7 @@ def test_an_embedding_without_added_tokens_is_in_one_piece() -> None:
 # --- pooling
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", ["last", "first", "mean"])
 def test_padding_does_not_change_a_pooled_sample(pooling: str) -> None:
     texts = [torch.randn(1, length, 6) for length in (1, 4, 3)]
     padded = torch.full((3, 4, 6), float("nan"))
@@ -132,6 +139,48 @@ def test_pooling_takes_the_last_position_or_the_mean() -> None:
     assert pool(hidden, None, "mean").item() == 3
     assert pool(hidden, lengths, "last").item() == 2
     assert pool(hidden, lengths, "mean").item() == 1.5
+    assert pool(hidden, lengths, "first").item() == 1
+
+
+def test_masked_pooling_averages_the_marked_positions_of_a_sample_or_row() -> None:
+    hidden = torch.tensor([[[1.0], [2.0], [6.0], [8.0]], [[3.0], [torch.nan], [5.0], [7.0]]])
+    mask = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 1]])
+    assert pool(hidden, None, "masked", mask=mask).flatten().tolist() == [5, 5]
+    assert pool(hidden, torch.tensor([2, 3]), "masked", mask=mask.bool()).flatten().tolist() == [2, 4]
+    assert not pool(hidden[:1], None, "masked", mask=torch.zeros(1, 4)).any()
+    ends = torch.tensor([[1, 4, 0]])
+    assert pool(hidden[:1], None, "masked", ends, mask[:1])[0, :2].flatten().tolist() == [0, 5]
+    assert pool(hidden[:1], None, "first", ends)[0, :2].flatten().tolist() == [1, 2]
+    assert pool(hidden[:1], None, "mean", ends)[0, :2].flatten().tolist() == pytest.approx([1, 16 / 3])
+    for wrong in (None, mask[:, :3]):
+        with pytest.raises(ValueError, match=r"needs pooling_mask \[2, 4\] in the microbatch, and got .*; give it in"):
+            pool(hidden, None, "masked", mask=wrong)
+
+
+def test_dropout_of_a_classifier_acts_in_training_only_and_says_that_it_depends_on_the_layout() -> None:
+    head, hidden = ClassificationHead(64, 3, pooling="first", std=0.5, dropout=0.5), torch.randn(2, 4, 64)
+    plain = hidden[:, 0] @ head.weight.T
+    assert not torch.allclose(head(hidden)["class_logits"], plain)
+    assert_close_values(head.eval()(hidden)["class_logits"], plain)
+    assert head.layout_dependence() == ["dropout of a head draws random numbers per microbatch"]
+    assert ClassificationHead(6, 3, pooling="last", std=0.5).layout_dependence() == []
+
+
+def test_an_embedding_is_projected_before_it_is_cut() -> None:
+    head = EmbeddingHead(pooling="mean", normalize=True, dim=3, hidden_size=6, projection=5, std=0.5)
+    hidden = torch.randn(2, 4, 6)
+    assert head.weight is not None
+    assert head.weight.shape == (5, 6)
+    assert head.weight.std().item() == pytest.approx(0.5, rel=0.5)
+    expected = functional.normalize((hidden.mean(1) @ head.weight.T)[:, :3], dim=-1)
+    assert_close_values(head(hidden)["embedding"], expected)
+
+
+def test_heads_get_the_mask_of_the_microbatch() -> None:
+    masked = heads(vector=EmbeddingHeadConfig(pooling="masked", normalize=False))
+    hidden, mask = torch.randn(2, 3, 8), torch.tensor([[0, 1, 0], [1, 0, 0]])
+    found = masked(hidden, {}, pooling_mask=mask)["embedding"]
+    assert_close_values(found, torch.stack([hidden[0, 1], hidden[1, 0]]))
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
@@ -186,7 +235,7 @@ CONFIGS = {
 }
 
 
-def heads(**configs: CausalLMHeadConfig | ClassificationHeadConfig | EmbeddingHeadConfig) -> Heads:
+def heads(**configs: HeadConfig) -> Heads:
     return Heads(configs, hidden_size=8, vocabulary=20, num_layers=3, std=0.5)
 
 
@@ -213,7 +262,7 @@ def test_heads_say_what_may_be_split_and_can_be_filled_late() -> None:
     several = heads(**CONFIGS)
     whole = TensorStyle.WHOLE
     assert several.tensor_parallel_plan() == {"words": TensorStyle.VOCAB, "topic": whole, "vector": whole}
-    assert modules_with(several, LateInit).keys() == {"words", "topic"}
+    assert modules_with(several, LateInit).keys() == {"words", "topic", "vector"}
     split = Heads({"words": CONFIGS["words"]}, hidden_size=8, vocabulary=20, num_layers=3, std=0.5, added_tokens=2)
     assert split.tensor_parallel_plan() == {"words": TensorStyle.WHOLE}
 
@@ -221,6 +270,23 @@ def test_heads_say_what_may_be_split_and_can_be_filled_late() -> None:
 def test_a_head_cannot_be_called_like_an_attribute_of_modules() -> None:
     with pytest.raises(BuildError, match="'train' is an attribute of modules"):
         heads(train=CONFIGS["topic"])
+
+
+def test_hidden_states_are_an_output_with_a_gradient_as_a_mean_or_layer_by_layer() -> None:
+    states = HiddenStatesHeadConfig(layers=[-1, 0])
+    several = heads(topic=CONFIGS["topic"], mean=states, each=HiddenStatesHeadConfig(layers=[2, 0], aggregation="none"))
+    final, mean = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    layers = [torch.randn(2, 3, 8, requires_grad=True) for _ in range(2)]
+    outputs = several(final, {(0, 2): mean, (0,): layers[0], (2,): layers[1]})
+    assert torch.equal(outputs["mean/hidden_states"], mean)
+    assert torch.equal(outputs["each/hidden_states"], torch.stack(layers, dim=2))
+    outputs["each/hidden_states"].sum().backward()
+    assert layers[0].grad is not None
+    assert torch.equal(heads(states=HiddenStatesHeadConfig())(final, {})["hidden_states"], final)
+    observed = observed_states(outputs)
+    assert torch.equal(observed["hidden_states"], mean)
+    assert observed_states({"logits": final}) == {}
+    assert not observed_states({"hidden_states": layers[0] * 1})["hidden_states"].requires_grad
 
 
 # --- means of layers

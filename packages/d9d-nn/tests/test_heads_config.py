@@ -40,7 +40,11 @@ def test_the_kind_selects_the_config() -> None:
         ({"a": {"kind": "classification", "num_classes": 0}}, "greater than or equal to 1"),
         ({"a": {"kind": "classification", "num_clases": 2}}, "did you mean 'num_classes'"),
         ({"a": {"kind": "embedding", "layers": []}}, "at least 1"),
-        ({"a": {"kind": "embedding", "pooling": "first"}}, "'last' or 'mean'"),
+        ({"a": {"kind": "embedding", "pooling": "max"}}, "'last', 'first', 'mean' or 'masked'"),
+        ({"a": {"kind": "classification", "num_classes": 2, "dropout": 1.0}}, "less than 1"),
+        ({"a": {"kind": "embedding", "projection": 0}}, "greater than 0"),
+        ({"a": {"kind": "hidden_states", "aggregation": "none"}}, "give layers, or remove aggregation"),
+        ({"a": {"kind": "hidden_states", "layers": [0], "aggregation": "sum"}}, "'mean' or 'none'"),
     ],
 )
 def test_impossible_heads_are_refused(heads: dict, text: str) -> None:
@@ -71,6 +75,9 @@ def test_an_embedding_has_no_more_features_than_the_model() -> None:
     check_heads({"a": EmbeddingHeadConfig(dim=8)}, hidden_size=8, num_layers=4, tied=False)
     with pytest.raises(ValueError, match="a.dim: 9 is more than hidden_size = 8"):
         check_heads({"a": EmbeddingHeadConfig(dim=9)}, hidden_size=8, num_layers=4, tied=False)
+    check_heads({"a": EmbeddingHeadConfig(dim=9, projection=9)}, hidden_size=8, num_layers=4, tied=False)
+    with pytest.raises(ValueError, match="a.dim: 8 is more than projection = 4; give at most 4"):
+        check_heads({"a": EmbeddingHeadConfig(dim=8, projection=4)}, hidden_size=8, num_layers=4, tied=False)
 
 
 def test_ties_need_exactly_one_language_model_head() -> None:

@@ -94,3 +94,13 @@ def test_positions_that_the_data_gives_are_split_as_they_are() -> None:
 def test_ends_of_as_many_rows_as_positions_stay_whole() -> None:
     batch = {"tokens": torch.zeros(1, 4, dtype=torch.int64), "ends": torch.tensor([[1, 2, 3, 4]])}
     assert own_positions(batch, Every(0))["ends"] is batch["ends"]
+
+
+def test_a_mask_of_pooled_positions_stays_whole_because_heads_pool_all_positions() -> None:
+    mask = torch.eye(4, 3, dtype=torch.int64)
+    own = own_positions(microbatch(pooling_mask=mask), Every(1))
+    assert torch.equal(own["pooling_mask"], mask)
+    assert own["tokens"].shape == (4, 1)
+    task = Classification(ClassificationConfig())
+    assert "pooling_mask" in task.inputs(microbatch(pooling_mask=mask)).shared
+    assert "pooling_mask" not in task.inputs(microbatch()).shared

@@ -9,10 +9,13 @@ import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSignature
+from d9d_core.traits import TensorStyle
 from d9d_nn.attention.core import AttentionCore
-from d9d_nn.ops.attention import flex
+from d9d_nn.attention.grouped_query import GroupedQueryAttention
+from d9d_nn.ops.attention import flex, sdpa_sinks
 from d9d_nn.ops.attention.reference import attention, visible
 from d9d_nn.ops.attention.slot import AttentionSlot
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -67,6 +70,38 @@ def test_flex_computes_sinks_and_caps(option: str, window: int | None, documents
     torch.testing.assert_close(slot(query, key, value, slot.prepare(documents, 8, CPU), *more), expected)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_sdpa_computes_sinks_from_all_queries_and_from_some(window: int | None, documents: Tensor | None) -> None:
+    given = drawn(torch.float64)
+    query, key, value, sinks = given
+    slot = AttentionSlot(query_heads=4, key_value_heads=2, head_dim=16, window=window, sinks=True)
+    backend = sdpa_sinks.build(OpSignature(slot.op, "cpu", "float64", slot.static))
+    expected = slot(query, key, value, documents, sinks)
+    assert isinstance(backend, sdpa_sinks.SinkSdpa)
+    found = backend(query, key, value, backend.prepare(documents, 8, CPU), sinks)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found.sum(), given), torch.autograd.grad(expected.sum(), given), strict=True):
+        torch.testing.assert_close(a, b)
+    runs = [range(2), range(6, 8)]
+    own = torch.tensor([0, 1, 6, 7])
+    mask = backend.prepare_queries(documents, runs, 8, CPU)
+    torch.testing.assert_close(
+        backend(query[:, own], key, value, mask, sinks), slot(query, key, value, documents, sinks)[:, own]
+    )
+
+
+def test_sdpa_is_chosen_only_where_the_reference_cannot_attend() -> None:
+    facts = {"head_dim": 16, "causal": True, "window": None}
+    assert sdpa_sinks.supports(OpSignature("sink_attention", "cpu", "float32", facts)).priority == 0
+    assert (
+        sdpa_sinks.supports(OpSignature("sink_attention", "cpu", "float32", facts | {"own_queries": True})).priority > 0
+    )
+    on_gpu = OpSignature("sink_attention", "cuda", "bfloat16", facts | {"own_queries": True})
+    assert sdpa_sinks.supports(on_gpu).priority < flex.supports(on_gpu).priority
+    assert not sdpa_sinks.supports(OpSignature("sink_attention", "cpu", "int8", facts)).accept
+
+
 def test_backends_that_compute_no_sinks_cannot_be_chosen_for_them() -> None:
     ops = {
         AttentionSlot(query_heads=2, key_value_heads=2, head_dim=4, window=None, **given).op
@@ -92,3 +127,26 @@ def test_a_core_passes_its_sinks_on() -> None:
     torch.testing.assert_close(core(query, key, value, None, sinks), attention(query, key, value, None, sinks))
     core.attend_by(lambda *given: given[-1])
     assert core(query, key, value, None, sinks) is sinks
+
+
+def test_a_layer_has_a_sink_for_each_query_head_which_tensor_parallelism_splits_like_the_heads() -> None:
+    torch.manual_seed(0)
+    sizes = {"query_heads": 4, "key_value_heads": 2, "head_dim": 16, "std": 0.5, "output_std": 0.1}
+    layer = GroupedQueryAttention(32, sinks=True, **sizes)
+    assert layer.sinks is not None
+    assert layer.sinks.weight.shape == (4,)
+    assert 0.1 < layer.sinks.weight.std() < 1.5
+    assert layer.tensor_parallel_plan()["sinks"] is TensorStyle.COLUMN
+    assert layer.tensor_parallel_heads()["sinks"] == 4
+    rotation, hidden = RotaryEmbedding(16, theta=1e4)(torch.arange(8).unsqueeze(0)), torch.randn(2, 8, 32)
+    out = layer(hidden, rotation, None)
+    out.sum().backward()
+    assert layer.sinks.weight.grad is not None
+    assert layer.sinks.weight.grad.all()
+    with torch.no_grad():
+        layer.sinks.weight.fill_(-torch.inf)  # a sink without a share
+    without = GroupedQueryAttention(32, **sizes)
+    assert without.sinks is None
+    without.load_state_dict({name: tensor for name, tensor in layer.state_dict().items() if "sinks" not in name})
+    torch.testing.assert_close(layer(hidden, rotation, None), without(hidden, rotation, None))
+    assert not torch.allclose(out, without(hidden, rotation, None))

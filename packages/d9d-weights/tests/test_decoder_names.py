@@ -128,6 +128,14 @@ def test_a_tied_head_is_the_embedding() -> None:
             {"heads.lm.weight": "lm_head.weight", "heads.c.weight": "heads.c.weight"},
         ),
         ({"e": head("embedding")}, LM, ["lm_head.weight"], {}),
+        # An embedding head has a tensor only with a projection.
+        (
+            {"e": head("embedding", projection=5)},
+            {"a": head("embedding"), "b": head("embedding", projection=5)},
+            ["heads.b.weight"],
+            {"heads.e.weight": "heads.b.weight"},
+        ),
+        ({"e": head("embedding", projection=5)}, {"e": head("embedding")}, [], {"heads.e.weight": "fresh"}),
     ],
 )
 def test_heads_are_loaded_from_their_stored_counterparts(heads: Any, stored: Any, files: list[str], found: Any) -> None:

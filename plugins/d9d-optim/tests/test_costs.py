@@ -160,5 +160,10 @@ def test_muon_costs_its_iterations_for_matrices_and_adamw_for_the_rest() -> None
     )
     for shape in ((3, 5), (5, 3), (7, 3, 5)):
         assert found.of_weight("proj.weight", shape) == matrix
-    for name, shape in (("proj.bias", (5,)), ("wide.weight", (3, 5)), ("conv.weight", (2, 3, 5, 7))):
+    for name, shape in (
+        ("proj.bias", (5,)),
+        ("up_bias", (3, 5)),
+        ("wide.weight", (3, 5)),
+        ("conv.weight", (2, 3, 5, 7)),
+    ):
         assert found.of_weight(name, shape) == OptimizerCost(8, 28)

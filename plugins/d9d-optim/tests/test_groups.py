@@ -30,6 +30,13 @@ def test_only_matrices_decay_by_default() -> None:
     assert (rest.weight_decay, rest.names) == (0.0, ("model.layers.0.norm.weight",))
 
 
+def test_biases_of_experts_do_not_decay_although_they_have_two_dimensions() -> None:
+    named = {name: nn.Parameter(torch.zeros(2, 3)) for name in ("experts.up_proj", "experts.up_bias", "linear.bias")}
+    decay, rest = group_parameters(config(), named)
+    assert decay.names == ("experts.up_proj",)
+    assert rest.names == ("experts.up_bias", "linear.bias")
+
+
 def test_first_matching_pattern_wins() -> None:
     rules = GroupRule(match="*.embed_tokens.*", weight_decay=0.0), GroupRule(match="*", lr_scale=0.5)
     embed, decay, rest = group_parameters(config(*rules), parameters())

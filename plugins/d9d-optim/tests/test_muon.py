@@ -78,6 +78,7 @@ def test_a_bank_is_updated_as_its_matrices_are() -> None:
 def test_embeddings_heads_and_vectors_are_updated_by_adamw() -> None:
     def model() -> dict[str, nn.Parameter]:
         shapes = {"embed_tokens.weight": (8, 4), "heads.causal_lm.weight": (8, 4), "norm": (4,), "layer.weight": (4, 4)}
+        shapes |= {"experts.up_bias": (4, 4)}
         return {name: nn.Parameter(drawn(0, shape)) for name, shape in shapes.items()}
 
     mine, other = model(), model()
@@ -89,7 +90,7 @@ def test_embeddings_heads_and_vectors_are_updated_by_adamw() -> None:
             parameter.grad = drawn(1, tuple(parameter.shape))
         optimizer.step(torch.tensor(True))
     equal = {name for name in mine if torch.equal(mine[name], other[name])}
-    assert equal == {"embed_tokens.weight", "heads.causal_lm.weight", "norm"}
+    assert equal == {"embed_tokens.weight", "heads.causal_lm.weight", "norm", "experts.up_bias"}
     described = muon.describe()
     assert {label: group["lr"] for label, group in described.items()} == pytest.approx(
         {"muon, decay": 0.02, "adamw, decay": 0.003, "adamw, no decay": 0.003}

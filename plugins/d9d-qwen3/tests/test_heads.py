@@ -14,10 +14,12 @@ from d9d_nn.classification.config import ClassificationConfig
 from d9d_nn.classification.task import Classification
 from d9d_nn.decoder.flops import training_flops_per_token
 from d9d_qwen3.config import Qwen3Config, tiny
+from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.suites.support.models import microbatch
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
+from d9d_weights.graph.graph import map_tensors
 from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,6 +95,58 @@ def test_outputs_of_one_head_have_plain_names_and_shapes() -> None:
     outputs = Qwen3(config(heads={"vector": {"kind": "embedding", "dim": 7}}))(**inputs)
     assert {name: tuple(t.shape) for name, t in outputs.items()} == {"embedding": (2, 7)}
     assert_close_values(outputs["embedding"].norm(dim=-1), torch.ones(2))
+
+
+def test_a_projected_embedding_of_marked_positions_is_the_same_over_two_stages_and_after_an_export() -> None:
+    heads = {"vector": {"kind": "embedding", "projection": 9, "dim": 5, "pooling": "masked", "normalize": False}}
+    of = config(heads=heads, num_layers=2)
+    model, inputs = random_model(of), batch(of)
+    inputs["pooling_mask"] = torch.arange(24).view(2, 12) % 3 == 1
+    outputs = model(**inputs)
+    assert {name: tuple(t.shape) for name, t in outputs.items()} == {"embedding": (2, 5)}
+    other = model(**inputs | {"pooling_mask": ~inputs["pooling_mask"]})["embedding"]
+    assert not torch.allclose(outputs["embedding"], other)
+    stages = [Qwen3(of, Stage(index, 2)) for index in range(2)]
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    sent = stages[0](**inputs)
+    shared = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
+    assert_close_values(stages[1](**sent, **shared)["embedding"], outputs["embedding"])
+    layout = Qwen3HuggingFace()
+    files = map_tensors(layout.exporter(of), model.state_dict())
+    assert "heads.vector.weight" in files
+    assert torch.equal(map_tensors(layout.importer(of, of), files)["heads.vector.weight"], model.heads["vector"].weight)
+    assert layout.config_from_json(layout.config_json(of, "float32")) == of
+
+
+def test_hidden_states_of_layers_on_any_stages_are_an_output_in_training() -> None:
+    heads = {
+        "words": {"kind": "causal_lm"},
+        "each": {"kind": "hidden_states", "layers": [0, -1], "aggregation": "none"},
+        "mean": {"kind": "hidden_states", "layers": [1, 2]},
+    }
+    of = config(heads=heads, num_layers=3)
+    model, inputs = random_model(of), batch(of)
+    seen: dict[str, Tensor] = {}
+    for index, layer in model.layers.items():
+        layer.register_forward_hook(lambda _module, _args, out, index=index: seen.update({index: out.detach()}))
+    outputs = model(**inputs)
+    states = [model.norm(seen[index]) for index in ("0", "1", "2")]
+    assert_close_values(outputs["each/hidden_states"], torch.stack([states[0], states[2]], dim=2))
+    assert_close_values(outputs["mean/hidden_states"], (states[1] + states[2]) / 2)
+    observed = CausalLM(CausalLMConfig(head="words")).observations(outputs, inputs)
+    assert torch.equal(observed["hidden_states"], outputs["each/hidden_states"])
+    total(outputs).backward()
+    expected = gradients(model)
+    stages = [Qwen3(of, Stage(index, 3)) for index in range(3)]
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    sent, shared = {"tokens": inputs["tokens"]}, {name: t for name, t in inputs.items() if name != "tokens"}
+    for stage in stages:
+        sent = stage(**sent, **shared)
+    assert_close_values(sent["each/hidden_states"], outputs["each/hidden_states"])
+    total(sent).backward()
+    assert_close_gradients({name: g for stage in stages for name, g in gradients(stage).items()}, expected)
 
 
 def test_several_heads_answer_at_once_by_their_names() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 #: Fields of whole samples, even if they have as many columns as there are positions.
-_WHOLE = ("documents", "ends")
+_WHOLE = ("documents", "ends", "pooling_mask")
 #: Number of a rank's own positions of each sample without padding, int64 [B].
 _OWN_LENGTHS = "own_lengths"
 #: Numbers of the samples that a rank counts, int64 [B], or [0] if none: the shape shows it without a sync.
@@ -67,7 +67,7 @@ def counted_targets(microbatch: Microbatch) -> Tensor:
 def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
     """Split a microbatch by positions and return this rank's part, see :class:`d9d_core.task.SplitsPositions`.
 
-    Fields [B, S, ...] are split; ``documents``, ``ends`` and fields of samples, such as ``lengths``, stay whole. The
+    Fields [B, S, ...] are split; ``documents``, ``ends``, ``pooling_mask`` and fields of samples stay whole. The
     result always has ``positions``.
 
     Args:

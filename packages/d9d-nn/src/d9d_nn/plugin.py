@@ -21,7 +21,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         build=Ref("d9d_nn.causal_lm.task:CausalLM"),
         reads={"tokens": 2, "targets": 2},
         observes=frozenset({"token_loss", "targets"}),
-        on_demand=frozenset({"token_ranks", "weights"}),
+        on_demand=frozenset({"hidden_states", "token_ranks", "weights"}),
         requires=frozenset({"model:causal_lm"}),
     )
     yield TaskSpec(
@@ -31,6 +31,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         build=Ref("d9d_nn.classification.task:Classification"),
         reads={"tokens": 2, "labels": 1},
         observes=frozenset({"class_logits", "labels"}),
+        on_demand=frozenset({"hidden_states"}),
         # The heads of a model depend on its config, not on its spec: the task's check reads the config.
     )
     yield TaskSpec(
@@ -66,6 +67,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         build=Ref("d9d_nn.classification.task:TokenClassification"),
         reads={"tokens": 2, "labels": 2},
         observes=frozenset({"class_logits", "labels"}),
+        on_demand=frozenset({"hidden_states"}),
     )
 
 
@@ -165,6 +167,13 @@ def d9d_kernels() -> Iterable[KernelSpec]:
             supports=Ref("d9d_nn.ops.attention.flex:supports"),
             build=Ref("d9d_nn.ops.attention.flex:build"),
         )
+    yield KernelSpec(
+        name="sdpa",
+        summary="torch scaled_dot_product_attention with sinks as a key, for queries of some positions on a CPU.",
+        op="sink_attention",
+        supports=Ref("d9d_nn.ops.attention.sdpa_sinks:supports"),
+        build=Ref("d9d_nn.ops.attention.sdpa_sinks:build"),
+    )
     yield KernelSpec(
         name="sdpa",
         summary="torch's fused kernels for attention to some keys; no documents, no windows.",

@@ -9,7 +9,7 @@ from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_moe.experts.layer import MoELayer
 from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.attention.latent import MultiHeadLatentAttention
-from d9d_nn.decoder.block import DecoderBlock, RoutingBlock, swiglu
+from d9d_nn.decoder.block import DecoderBlock, RoutedBlock, swiglu
 from d9d_nn.decoder.model import DecoderModel
 from d9d_nn.rope.scaling import latent_score_factor
 
@@ -29,7 +29,7 @@ class DeepSeek(DecoderModel):
 def build_block(config: DeepSeekConfig, layer: int) -> DecoderBlock:
     """Build one layer by its index in the whole model: latent attention, then experts or SwiGLU."""
     if config.has_experts(layer):
-        return RoutingBlock(config, _attention(config), _experts(config))
+        return RoutedBlock(config, _attention(config), _experts(config))
     return DecoderBlock(config, _attention(config), swiglu(config, config.intermediate_size))
 
 

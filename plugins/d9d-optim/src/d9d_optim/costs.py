@@ -119,7 +119,8 @@ def muon(config: MuonConfig, width: int) -> OptimizerCost:
 
 def _muon_of(config: MuonConfig, width: int, rest: OptimizerCost, name: str, shape: tuple[int, ...]) -> OptimizerCost:
     """Cost per element of a weight with this name and shape."""
-    if len(shape) not in (2, 3) or any(fnmatch.fnmatchcase(name, pattern) for pattern in config.adamw.patterns):
+    is_excluded = name.endswith("bias") or any(fnmatch.fnmatchcase(name, one) for one in config.adamw.patterns)
+    if len(shape) not in (2, 3) or is_excluded:
         return rest
     wide = _state_width(config, width)
     short, long = sorted(shape[-2:])

@@ -8,7 +8,7 @@ from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_moe.experts.layer import MoELayer
 from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
-from d9d_nn.decoder.block import DecoderBlock, RoutingBlock, grouped_query_attention, swiglu
+from d9d_nn.decoder.block import DecoderBlock, RoutedBlock, grouped_query_attention, swiglu
 
 from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
@@ -25,7 +25,7 @@ class Qwen3Block(DecoderBlock):
         super().__init__(config, _attention(config, layer), swiglu(config, config.intermediate_size))
 
 
-class Qwen3MoeBlock(RoutingBlock):
+class Qwen3MoeBlock(RoutedBlock):
     """Transformer block of Qwen3-MoE: attention with head norms, then experts.
 
     Args:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
+from d9d_nn.attention.sinks import AttentionSinks
 from d9d_nn.linear import Linear, is_plain
 from d9d_nn.ops.attention_inputs import attention_inputs_slot
 from d9d_nn.ops.normed_rope import normed_rope_slot
@@ -42,6 +43,7 @@ class GroupedQueryAttention(nn.Module):
             others do not (Black et al. 2022, "GPT-NeoX-20B", section 2.1.1).
         interleaved: whether neighbouring features 2 i and 2 i + 1 are a pair that rotates, as in Su et al. 2021;
             otherwise features i and i + R/2 are.
+        sinks: whether each query head has a learned sink, see :func:`d9d_nn.ops.attention.reference.attention`.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class GroupedQueryAttention(nn.Module):
         norm: type[RMSNorm] = RMSNorm,
         rotary_dim: int | None = None,
         interleaved: bool = False,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -78,7 +81,9 @@ class GroupedQueryAttention(nn.Module):
             head_dim=head_dim,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
+        self.sinks = AttentionSinks(query_heads, std=std) if sinks else None
         self.rope = OpSlot("rope", rope, head_dim=self.rotary_dim)
         heads = {"head_dim": head_dim, "query_heads": query_heads, "key_heads": key_value_heads}
         self.normed_rope = normed_rope_slot(**heads)
@@ -109,19 +114,22 @@ class GroupedQueryAttention(nn.Module):
         return {"tp": {"query heads": self._query_heads}}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the projections, and of the head norms, which are replicated."""
+        """Styles of the projections, of the sinks, and of the head norms, which are replicated."""
         norms = {} if self.q_norm is None else dict.fromkeys(("q_norm", "k_norm"), TensorStyle.PARTIAL)
+        sinks = {} if self.sinks is None else {"sinks": TensorStyle.COLUMN}
         return {
             "q_proj": TensorStyle.COLUMN,
             "k_proj": TensorStyle.COLUMN,
             "v_proj": TensorStyle.COLUMN,
             "o_proj": TensorStyle.ROW,
             **norms,
+            **sinks,
         }
 
     def tensor_parallel_heads(self) -> Mapping[str, int]:
-        """Number of heads of each projection, by name: query heads or key/value heads."""
-        return {"q_proj": self._query_heads, "k_proj": self._key_value_heads, "v_proj": self._key_value_heads}
+        """Number of heads of each projection and of the sinks, by name: query heads or key/value heads."""
+        heads = {"q_proj": self._query_heads, "k_proj": self._key_value_heads, "v_proj": self._key_value_heads}
+        return heads if self.sinks is None else heads | {"sinks": self._query_heads}
 
     def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
         """Mix tokens of the same document by attention.
@@ -135,7 +143,8 @@ class GroupedQueryAttention(nn.Module):
             [B, S, H].
         """
         query, key, value = self._inputs(hidden, rotation)  # [B, S, N, D], [B, S, K, D], [B, S, K, D]
-        mixed = self.core(query, key, value, documents)  # [B, S, N, D]
+        sinks = () if self.sinks is None else (self.sinks(),)  # [N]
+        mixed = self.core(query, key, value, documents, *sinks)  # [B, S, N, D]
         return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 
     @in_one_op("attention_inputs")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.heads.causal_lm import RANKS
-from d9d_nn.heads.choice import read_output
+from d9d_nn.heads.choice import observed_states, read_output
 from d9d_nn.microbatch import check_fields, counted_targets
 from d9d_nn.text_task import TextTask
 
@@ -65,11 +65,11 @@ class CausalLM(TextTask):
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Observations ``token_loss`` (unweighted) and ``targets``, and ``weights`` if the data has them.
 
-        Also ``token_ranks``, if a metric reads it.
+        Also ``token_ranks``, if a metric reads it, and ``hidden_states``, if the model has such a head.
         """
         loss = read_output(outputs, "token_loss", self.config.head)
         weights = {"weights": microbatch["weights"]} if "weights" in microbatch else {}
         names = (f"{self.config.head}/{RANKS}", RANKS)
         ranks = next((outputs[name] for name in names if name in outputs), None)
         further = weights if ranks is None else {**weights, RANKS: ranks}
-        return {"token_loss": loss.detach(), "targets": microbatch["targets"], **further}
+        return {"token_loss": loss.detach(), "targets": microbatch["targets"], **further, **observed_states(outputs)}

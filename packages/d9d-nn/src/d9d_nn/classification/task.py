@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.classification.config import ClassificationConfig, TokenClassificationConfig
-from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.heads.choice import choose_head, exceeded, observed_states, read_output
 from d9d_nn.microbatch import (
     check_fields,
     counts_samples,
@@ -33,8 +33,9 @@ class Classification(TextTask):
     """Task of classification with one loss term, ``cross_entropy``: the mean negative log-likelihood of the labels.
 
     Microbatches have ``tokens`` int64 [B, S], right-padded, and ``labels`` int64 [B], -100 to ignore a sample.
-    Optional: ``lengths`` int64 [B], and ``positions`` and ``documents``, int64 [B, S]; a sample is one text. The
-    model's last stage returns ``class_logits`` [B, C], named ``<head>/class_logits`` if the model has several heads.
+    Optional: ``lengths`` int64 [B], and ``positions``, ``documents`` and ``pooling_mask``, int64 [B, S]; a sample is
+    one text. The model's last stage returns ``class_logits`` [B, C], named ``<head>/class_logits`` if the model has
+    several heads.
 
     Args:
         config: config with the name of the head.
@@ -42,6 +43,7 @@ class Classification(TextTask):
 
     term = _TERM
     head_kind = "classification"
+    further_inputs = ("pooling_mask",)
     #: Shape of the labels.
     label_shape: tuple[str, ...] = ("B",)
 
@@ -103,9 +105,9 @@ class Classification(TextTask):
         return {_TERM: loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Observations ``class_logits`` and ``labels``."""
+        """Observations ``class_logits`` and ``labels``, and ``hidden_states``, if the model has such a head."""
         logits = read_output(outputs, "class_logits", self.config.head)
-        return {"class_logits": logits.detach(), "labels": microbatch["labels"]}
+        return {"class_logits": logits.detach(), "labels": microbatch["labels"], **observed_states(outputs)}
 
 
 class TokenClassification(Classification):

@@ -42,8 +42,8 @@ class Embedding(TextTask):
     """Task of contrastive training with one loss term, ``contrastive``: the mean over the queries.
 
     Microbatches have ``tokens`` int64 [B (1 + N), S], right-padded, and ``samples`` int64 [B]; optional are ``lengths``
-    int64 [B (1 + N)], ``positions`` and ``documents``. The model's last stage returns ``embedding`` float32
-    [B (1 + N), D].
+    int64 [B (1 + N)], ``positions``, ``documents`` and ``pooling_mask``. The model's last stage returns ``embedding``
+    float32 [B (1 + N), D].
 
     Args:
         config: temperature and direction.
@@ -51,6 +51,7 @@ class Embedding(TextTask):
 
     term = _TERM
     head_kind = "embedding"
+    further_inputs = ("pooling_mask",)
 
     def __init__(self, config: EmbeddingConfig) -> None:
         self.config = config

@@ -81,8 +81,8 @@ class DecoderBlock(nn.Module):
         return hidden + self.ffn(normed)  # type: ignore[no-any-return]  # [B, S, H]
 
 
-class RoutingBlock(DecoderBlock):
-    """Decoder block whose feed-forward layer routes tokens to experts, and skips padding.
+class RoutedBlock(DecoderBlock):
+    """Decoder block whose feed-forward layer routes tokens to experts, and is called with the padding too.
 
     Args:
         config, attention, ffn, norm: see :class:`DecoderBlock`; ``ffn`` maps [B, S, H] and padding to [B, S, H].
@@ -152,6 +152,7 @@ def grouped_query_attention(
     softcap: float | None = None,
     norm: type[RMSNorm] = RMSNorm,
     interleaved: bool = False,
+    sinks: bool = False,
 ) -> GroupedQueryAttention:
     """Build the grouped-query attention of a decoder block.
 
@@ -162,6 +163,7 @@ def grouped_query_attention(
         softcap: see :class:`GroupedQueryAttention`.
         norm: see :class:`GroupedQueryAttention`.
         interleaved: see :class:`GroupedQueryAttention`.
+        sinks: see :class:`GroupedQueryAttention`.
     """
     return GroupedQueryAttention(
         config.hidden_size,
@@ -177,6 +179,7 @@ def grouped_query_attention(
         norm=norm,
         rotary_dim=config.rope(layer).features,
         interleaved=interleaved,
+        sinks=sinks,
     )
 
 

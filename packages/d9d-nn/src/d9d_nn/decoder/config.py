@@ -80,7 +80,8 @@ class DecoderConfig(ModelConfig, ABC):
     """Initialisation of the weights."""
 
     heads: Heads = {"causal_lm": CausalLMHeadConfig()}
-    """Heads on the hidden states, by name; kinds: causal_lm, classification, token_classification, embedding."""
+    """Heads on the hidden states, by name; kinds: causal_lm, classification, token_classification, embedding,
+    hidden_states."""
 
     @model_validator(mode="before")
     @classmethod

@@ -26,7 +26,7 @@ from d9d_nn.costs import (
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.flops import keys_of
 from d9d_nn.decoder.stages import layers_of
-from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig
+from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 
 
 class FeedForwardCost(NamedTuple):
@@ -64,6 +64,7 @@ def decoder_cost(
     head_norms: bool = False,
     output_norms: bool = False,
     attention_ops: AttentionOps | None = None,
+    sinks: bool = False,
 ) -> StageCost:
     """Cost of a stage of a decoder: embedding, layers, and final norm with heads.
 
@@ -75,6 +76,7 @@ def decoder_cost(
         head_norms: whether attention normalises the heads of queries and keys.
         output_norms: whether the outputs of attention and feed-forward are normalised.
         attention_ops: ops of the attention of a layer; ``None`` for grouped-query attention.
+        sinks: whether query heads have learned sinks.
 
     Raises:
         BuildError: the heads, positions or feed-forward layers cannot be divided over the ranks.
@@ -86,7 +88,9 @@ def decoder_cost(
     for first, layers in _alike(config, layers_of(config, stage)).items():
         names = tuple(f"layers.{layer}" for layer in layers)
         attended = (
-            attention_ops(config, first, share) if attention_ops else _attention(config, first, share, head_norms)
+            attention_ops(config, first, share)
+            if attention_ops
+            else _attention(config, first, share, head_norms, sinks)
         )
         cost = _layer(config, share, attended, feed_forward(config, first, share), output_norms)
         blocks.append(replace(cost, count=len(layers), names=names))
@@ -210,7 +214,7 @@ def _layer(
     )
 
 
-def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool) -> list[OpCost]:
+def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool, sinks: bool) -> list[OpCost]:
     width, hidden, head, tokens = share.width, config.hidden_size, config.head_dim, share.tokens
     queries = config.num_attention_heads / share.tensor
     # With fewer key and value heads than ranks, several ranks compute the same head.
@@ -229,10 +233,13 @@ def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool
         if head_norms
         else rotation(tokens, queries + pairs, head, width)
     )
+    mixing = attention(tokens, keys_of(config.window(layer), share.length), queries, pairs, head, width)
+    if sinks:
+        mixing = replace(mixing, weights=(Weight("attention.sinks.weight", (int(queries),), cut=0),))
     return [
         linear("query, key, value", tokens, hidden, inside, width, weights=tuple(into)),
         placed,
-        attention(tokens, keys_of(config.window(layer), share.length), queries, pairs, head, width),
+        mixing,
         linear("output", tokens, outputs, hidden, width, keeps_input=False, weights=tuple(out_of)),
     ]
 
@@ -260,7 +267,7 @@ def _embedding(config: DecoderConfig, share: Share) -> BlockCost:
 
 
 def _classes(name: str, classes: int, hidden: int, share: Share, of_tokens: bool) -> OpCost:
-    """Projection of a classifier: of tokens, with a bias, or of pooled samples. Replicated over ``tp``."""
+    """Projection of a head: of tokens, with a bias, or of pooled samples. Replicated over ``tp``."""
     weights = [Weight(f"{name}.weight", (classes, hidden))]
     if of_tokens:
         weights.append(Weight(f"{name}.bias", (classes,)))
@@ -286,6 +293,9 @@ def _heads(config: DecoderConfig, stage: Stage, share: Share) -> BlockCost:
         elif isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
             of_tokens = isinstance(head, TokenClassificationHeadConfig)
             ops.append(_classes(f"heads.{name}", head.num_classes, hidden, share, of_tokens))
+            parameters += sum(weight.numbers for weight in ops[-1].weights)
+        elif isinstance(head, EmbeddingHeadConfig) and head.projection is not None:
+            ops.append(_classes(f"heads.{name}", head.projection, hidden, share, of_tokens=False))
             parameters += sum(weight.numbers for weight in ops[-1].weights)
     size = width * tokens * hidden
     ahead = (Exchange("all_gather", "tp", size),) if share.tensor > 1 else ()

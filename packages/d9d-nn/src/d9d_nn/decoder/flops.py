@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from d9d_nn.decoder.config import DecoderConfig
-from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig
+from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 
 
 def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> float:
@@ -11,11 +11,11 @@ def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> flo
 
     A matmul parameter takes one multiplication and one addition, once in the forward and twice in the backward. The
     embedding look-up is not a matmul; each causal_lm or token_classification head is one, tied or not. In a layer with
-    experts, only the router and the experts of one token count. A classification head counts once per sample; an
-    embedding head has no matmul. The second term counts attention scores and the mixing of values (Chowdhery et al.
-    2022, "PaLM", appendix B); if values have another size than keys, head_dim is the mean of both. keys is the average
-    number of keys that a token attends to: half of the sequence, or less with a sliding window. Recomputation is not
-    counted. With several heads, all heads are assumed to be trained.
+    experts, only the router and the experts of one token count. A classification head and the projection of an
+    embedding head count once per sample. The second term counts attention scores and the mixing of values (Chowdhery et
+    al. 2022, "PaLM", appendix B); if values have another size than keys, head_dim is the mean of both. keys is the
+    average number of keys that a token attends to: half of the sequence, or less with a sliding window. Recomputation
+    is not counted. With several heads, all heads are assumed to be trained.
     """
     matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length)
     keys = sum(keys_of(config.window(layer), sequence_length) for layer in range(config.num_layers))
@@ -34,7 +34,8 @@ def head_parameters(config: DecoderConfig, sequence_length: int) -> float:
     words = sum(config.vocab_size for head in config.heads.values() if head.kind == "causal_lm")
     classes = sum(head.num_classes for head in config.heads.values() if isinstance(head, ClassificationHeadConfig))
     tags = sum(head.num_classes for head in config.heads.values() if isinstance(head, TokenClassificationHeadConfig))
-    return config.hidden_size * (words + tags + classes / sequence_length)
+    mapped = sum(head.projection or 0 for head in config.heads.values() if isinstance(head, EmbeddingHeadConfig))
+    return config.hidden_size * (words + tags + (classes + mapped) / sequence_length)
 
 
 def keys_of(window: int | None, sequence_length: int) -> float:

@@ -20,7 +20,7 @@ from d9d_nn.decoder.block import DecoderBlock
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.stages import layers_of
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
-from d9d_nn.heads.config import head_layers
+from d9d_nn.heads.config import head_reads
 from d9d_nn.heads.heads import Heads
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
 from d9d_nn.rms_norm import RMSNorm
@@ -68,8 +68,8 @@ class DecoderModel(nn.Module):
         self.has_heads = heads and stage.is_last
         self._sequence_ranks = 1
         self._context: ContextShare | None = None
-        read = (head_layers(head, config.num_layers) for head in config.heads.values())
-        self.layer_means: tuple[Layers, ...] = tuple(sorted({layers for layers in read if layers is not None}))
+        read = (head_reads(head, config.num_layers) for head in config.heads.values())
+        self.layer_means: tuple[Layers, ...] = tuple(sorted({layers for sets in read for layers in sets}))
         if stage.is_first:
             self.embedding = _embedding(config)
         self.layer_indices = layers_of(config, stage)
@@ -153,6 +153,7 @@ class DecoderModel(nn.Module):
         targets: Tensor | None = None,
         lengths: Tensor | None = None,
         ends: Tensor | None = None,
+        pooling_mask: Tensor | None = None,
         **layer_sums: Tensor,
     ) -> dict[str, Tensor]:
         """Run this stage.
@@ -167,13 +168,16 @@ class DecoderModel(nn.Module):
                 after these tokens. ``None`` if there is no padding.
             ends: int64 [B, N], where each row of packed samples ends, 0 after the last row; heads that pool then return
                 a result for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
+            pooling_mask: bool or integers [B, S], of all positions; heads with masked pooling average the positions
+                with other values than zero.
             layer_sums: [B, S, H] each, for later stages: the other outputs of the previous stage.
 
         Returns:
             Before the last stage, the tensors named by :meth:`boundary`. From the last stage without heads, the
             normalised ``{"hidden": [B, S, H]}``. With one head: ``{"token_loss": float32 [B, S]}`` with targets, else
             ``{"logits": [B, S, V]}``, or ``{"class_logits": float32 [B, C]}`` ([B, S, C] from a token_classification
-            head), or ``{"embedding": float32 [B, D]}``. Outputs of several heads are called ``"<head>/<name>"``;
+            head), ``{"embedding": float32 [B, D]}``, or ``{"hidden_states": [B, S, H]}`` ([B, S, L, H] of L layers).
+            Outputs of several heads are called ``"<head>/<name>"``;
             causal_lm heads among them run only with targets.
 
         Raises:
@@ -218,6 +222,7 @@ class DecoderModel(nn.Module):
             targets=targets,
             lengths=lengths,
             ends=ends,
+            pooling_mask=pooling_mask,
             tied_weight=self.embedding.vocabulary_weight() if self.config.tie_embeddings else None,
         )
         return outputs

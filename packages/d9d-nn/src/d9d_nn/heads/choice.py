@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 from d9d_core.config import closest
 from d9d_core.errors import JobError
 from d9d_core.types import State
+from torch import Tensor
+
+from d9d_nn.heads.hidden_states import HIDDEN_STATES
 
 T = TypeVar("T")
 
@@ -57,6 +60,12 @@ def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
         if found in outputs:
             return outputs[found]
     raise JobError(f"task: the model did not return '{key}'; it returned: {', '.join(outputs) or 'nothing'}")
+
+
+def observed_states(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Observation ``hidden_states`` of the first head of this kind, without its gradient; empty without such a head."""
+    found = next((value for name, value in outputs.items() if name.rpartition("/")[2] == HIDDEN_STATES), None)
+    return {} if found is None else {HIDDEN_STATES: found.detach()}
 
 
 def exceeded(model: Any, facts: State, where: str = "model") -> list[str]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from d9d_core.config import Section
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
-Pooling = Literal["last", "mean"]
+Pooling = Literal["last", "first", "mean", "masked"]
 Layers = Annotated[list[int], Field(min_length=1)]
 
 
@@ -29,7 +29,11 @@ class ClassificationHeadConfig(Section):
     """Number of classes, C; one for a score, as in a reward model."""
 
     pooling: Pooling = "last"
-    """Represents a sample by its last position, or by the mean of all."""
+    """Represents a sample by its last position, its first, the mean of all, or the mean of the positions that
+    ``pooling_mask`` of the microbatch marks."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of the pooled features that is dropped in training."""
 
     layers: Layers | None = None
     """Read the mean of these layers' normalised outputs, counted from 0, or from the end if negative; null reads the
@@ -51,16 +55,20 @@ class TokenClassificationHeadConfig(Section):
 
 
 class EmbeddingHeadConfig(Section):
-    """Embedding head. Gives ``embedding`` float [B, D]; has no parameters."""
+    """Embedding head. Gives ``embedding`` float [B, D]; has parameters only with ``projection``."""
 
     kind: Literal["embedding"] = "embedding"
     """Selects the head."""
 
     pooling: Pooling = "last"
-    """Represents a sample by its last position, or by the mean of all."""
+    """Represents a sample by its last position, its first, the mean of all, or the mean of the positions that
+    ``pooling_mask`` of the microbatch marks."""
 
     normalize: bool = True
     """Scale vectors to length one."""
+
+    projection: PositiveInt | None = None
+    """Features of a trained linear map of the pooled state, without a bias; null has no map."""
 
     dim: PositiveInt | None = None
     """Keep the first features only, D of them; null keeps all."""
@@ -70,8 +78,33 @@ class EmbeddingHeadConfig(Section):
     last layer."""
 
 
+class HiddenStatesHeadConfig(Section):
+    """Head that returns normalised hidden states: ``hidden_states`` [B, S, H], or [B, S, L, H] of L layers."""
+
+    kind: Literal["hidden_states"] = "hidden_states"
+    """Selects the head."""
+
+    layers: Layers | None = None
+    """Layers whose normalised outputs are returned, counted from 0, or from the end if negative; null returns the
+    last layer."""
+
+    aggregation: Literal["mean", "none"] = "mean"
+    """Return the mean of the layers, or all layers in ascending order."""
+
+    @field_validator("aggregation")
+    @classmethod
+    def _of_given_layers(cls, value: str, info: ValidationInfo) -> str:
+        if value == "none" and "layers" in info.data and info.data["layers"] is None:
+            raise ValueError("none returns each of some layers; give layers, or remove aggregation")
+        return value
+
+
 HeadConfig = Annotated[
-    CausalLMHeadConfig | ClassificationHeadConfig | TokenClassificationHeadConfig | EmbeddingHeadConfig,
+    CausalLMHeadConfig
+    | ClassificationHeadConfig
+    | TokenClassificationHeadConfig
+    | EmbeddingHeadConfig
+    | HiddenStatesHeadConfig,
     Field(discriminator="kind"),
 ]
 HeadName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
@@ -101,6 +134,15 @@ def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
     return found
 
 
+def head_reads(head: HeadConfig, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """Sets of layers whose means a head reads, see :func:`head_layers`; empty if it reads the final state."""
+    layers = head_layers(head, num_layers)
+    if layers is None:
+        return ()
+    alone = isinstance(head, HiddenStatesHeadConfig) and head.aggregation == "none"
+    return tuple((layer,) for layer in layers) if alone else (layers,)
+
+
 def check_heads(
     heads: Mapping[str, HeadConfig], *, hidden_size: int | None, num_layers: int | None, tied: bool | None
 ) -> None:
@@ -122,8 +164,11 @@ def check_heads(
             except ValueError as error:
                 raise ValueError(f"{name}.layers: {error}") from None
         dim = head.dim if isinstance(head, EmbeddingHeadConfig) else None
-        if hidden_size is not None and dim is not None and dim > hidden_size:
-            raise ValueError(f"{name}.dim: {dim} is more than hidden_size = {hidden_size}; give at most {hidden_size}")
+        most, of = hidden_size, "hidden_size"
+        if isinstance(head, EmbeddingHeadConfig) and head.projection is not None:
+            most, of = head.projection, "projection"
+        if most is not None and dim is not None and dim > most:
+            raise ValueError(f"{name}.dim: {dim} is more than {of} = {most}; give at most {most}")
     language = [name for name, head in heads.items() if head.kind == "causal_lm"]
     if tied and len(language) != 1:
         have = f"{len(language)} causal_lm heads ({', '.join(language)})" if language else "no causal_lm head"

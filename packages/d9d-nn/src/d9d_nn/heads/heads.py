@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from d9d_core.errors import BuildError
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from d9d_nn.heads.config import (
     ClassificationHeadConfig,
     EmbeddingHeadConfig,
     HeadConfig,
+    HiddenStatesHeadConfig,
     TokenClassificationHeadConfig,
-    head_layers,
+    head_reads,
 )
 from d9d_nn.heads.embedding import EmbeddingHead
+from d9d_nn.heads.hidden_states import HiddenStatesHead
 from d9d_nn.heads.layer_mean import Layers
 from d9d_nn.heads.token_classification import TokenClassificationHead
 
@@ -52,17 +55,29 @@ class Heads(nn.ModuleDict):
         softcap: float | None = None,
     ) -> None:
         super().__init__()
-        self._reads: dict[str, Layers | None] = {}
+        self._reads: dict[str, tuple[Layers, ...]] = {}
+        self._apart = frozenset(name for name, config in configs.items() if _returns_each(config))
         for name, config in configs.items():
             if hasattr(self, name):
                 raise BuildError(f"model.heads: '{name}' is an attribute of modules; give the head another name")
-            self._reads[name] = head_layers(config, num_layers)
+            self._reads[name] = head_reads(config, num_layers)
             if isinstance(config, ClassificationHeadConfig):
-                self[name] = ClassificationHead(hidden_size, config.num_classes, pooling=config.pooling, std=std)
+                self[name] = ClassificationHead(
+                    hidden_size, config.num_classes, pooling=config.pooling, std=std, dropout=config.dropout
+                )
             elif isinstance(config, TokenClassificationHeadConfig):
                 self[name] = TokenClassificationHead(hidden_size, config.num_classes, std=std)
             elif isinstance(config, EmbeddingHeadConfig):
-                self[name] = EmbeddingHead(pooling=config.pooling, normalize=config.normalize, dim=config.dim)
+                self[name] = EmbeddingHead(
+                    pooling=config.pooling,
+                    normalize=config.normalize,
+                    dim=config.dim,
+                    hidden_size=hidden_size,
+                    projection=config.projection,
+                    std=std,
+                )
+            elif isinstance(config, HiddenStatesHeadConfig):
+                self[name] = HiddenStatesHead()
             else:
                 self[name] = CausalLMHead(
                     hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens, softcap=softcap
@@ -83,6 +98,7 @@ class Heads(nn.ModuleDict):
         targets: Tensor | None = None,
         lengths: Tensor | None = None,
         ends: Tensor | None = None,
+        pooling_mask: Tensor | None = None,
         tied_weight: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Run the heads.
@@ -97,6 +113,7 @@ class Heads(nn.ModuleDict):
             lengths: int64 [B], tokens of each right-padded sample; ``None`` if there is no padding.
             ends: int64 [B, N], where each row of packed samples ends, for heads that pool; see
                 :func:`~d9d_nn.heads.pooling.pool`. ``None`` pools samples.
+            pooling_mask: [B, S], for heads with masked pooling.
             tied_weight: [V, H] for tied heads.
 
         Returns:
@@ -104,15 +121,19 @@ class Heads(nn.ModuleDict):
         """
         outputs: dict[str, Tensor] = {}
         for name, head in self.items():
-            layers = self._reads[name]
-            hidden = final if layers is None else means[layers]
-            if isinstance(head, TokenClassificationHead):
+            read = [means[layers] for layers in self._reads[name]] or [final]
+            hidden = torch.stack(read, dim=2) if name in self._apart else read[0]
+            if isinstance(head, TokenClassificationHead | HiddenStatesHead):
                 mine = head(hidden)
             elif not isinstance(head, CausalLMHead):
-                mine = head(hidden, lengths, ends)
+                mine = head(hidden, lengths, ends, pooling_mask)
             elif targets is not None or len(self) == 1:
                 mine = head(hidden, targets, tied_weight)
             else:
                 continue
             outputs |= mine if len(self) == 1 else {f"{name}/{key}": tensor for key, tensor in mine.items()}
         return outputs
+
+
+def _returns_each(config: HeadConfig) -> bool:
+    return isinstance(config, HiddenStatesHeadConfig) and config.aggregation == "none"

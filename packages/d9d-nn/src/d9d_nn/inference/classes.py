@@ -57,7 +57,7 @@ class HeadReader:
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
-        return stage_inputs(microbatch, "ends")
+        return stage_inputs(microbatch, "ends", "pooling_mask")
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
         """This rank's positions of the microbatch.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.model import Stage
+from d9d_core.model import HasHeads, Stage
 from d9d_core.plugin import ANY_MODEL_TYPE, ModelSpec, Ref
 from d9d_core.traits import (
     TRAITS,
@@ -222,9 +222,11 @@ class ModelSuite:
             assert all(submodule(core_owner, name) is core for name, core in core_owner.attention_cores().items())
         split = (TensorStyle.COLUMN, TensorStyle.ROW, TensorStyle.VOCAB)
         for planned in modules_with(model, TensorParallelizable).values():
+            heads = planned.tensor_parallel_heads() if isinstance(planned, HasHeads) else {}
             for name, style in planned.tensor_parallel_plan().items():
                 weight = getattr(submodule(planned, name), "weight", None)  # a tied head has no weight
-                is_vector = weight is not None and weight.ndim < 2
+                of_heads = weight is not None and heads.get(name) == len(weight)  # one element for each head
+                is_vector = weight is not None and weight.ndim < 2 and not of_heads
                 assert not (is_vector and style in split), f"{name}: a vector cannot be {style}"
         for caller in modules_with(model, HasOps).values():
             assert all(attrgetter(name)(caller) is slot for name, slot in caller.op_slots().items())

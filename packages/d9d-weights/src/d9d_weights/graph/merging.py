@@ -32,7 +32,7 @@ class Stack(Mapper):
         values = scope.find(self.names, label)
         if values == []:
             scope.complain(f"{label} needs at least one tensor")
-        if values and _alike(scope, label, self.names, values, None):
+        if values and check_alike(scope, label, self.names, values, None):
             if not 0 <= self.dim <= len(values[0].spec.shape):
                 shape = list(values[0].spec.shape)
                 scope.complain(
@@ -100,7 +100,7 @@ class Concatenate(Mapper):
         values = scope.find(self.names, label)
         if values == []:
             scope.complain(f"{label} needs at least one tensor")
-        if values and _alike(scope, label, self.names, values, self.dim):
+        if values and check_alike(scope, label, self.names, values, self.dim):
             found = [value.spec.shape[self.dim] for value in values]
             if self.sizes is not None and found != list(self.sizes):
                 scope.complain(f"{label}: dimension {self.dim} should have the sizes {list(self.sizes)}, not {found}")
@@ -151,7 +151,7 @@ class Chunk(Mapper):
         return Concatenate(self.to, self.name, self.dim, self.sizes)
 
 
-def _alike(scope: Scope, label: str, names: Sequence[str], values: Sequence[Value], but: int | None) -> bool:
+def check_alike(scope: Scope, label: str, names: Sequence[str], values: Sequence[Value], but: int | None) -> bool:
     """Whether dtypes and shapes are equal, except for dimension ``but``; add a problem otherwise."""
 
     def form(value: Value) -> tuple[object, ...]:

@@ -30,7 +30,7 @@ class Head(Protocol):
 
     @property
     def kind(self) -> str:
-        """``causal_lm``, ``classification``, ``token_classification`` or ``embedding``."""
+        """Name of the kind, such as ``causal_lm``, ``classification`` or ``token_classification``."""
         ...
 
 

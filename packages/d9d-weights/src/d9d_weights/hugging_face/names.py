@@ -26,8 +26,8 @@ _NO_HEAD = (
     "config.json says tie_word_embeddings: false, but the files have no '{}'; if the head is the embedding, set "
     "model.tie_embeddings to true, else download the missing weight file"
 )
-#: Parameters of classifiers, by kind.
-_CLASSIFIERS = {"classification": ("weight",), "token_classification": ("weight", "bias")}
+#: Parameters of heads other than language models, by kind; an embedding head has them only with a projection.
+_PARTS = {"classification": ("weight",), "token_classification": ("weight", "bias"), "embedding": ("weight",)}
 
 
 def importer(config: LanguageModel, stored: LanguageModel, layers: Sequence[Mapper]) -> Mapper:
@@ -110,9 +110,9 @@ def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
                 used.add(theirs)
                 text = _NO_HEAD.format(theirs)
                 yield from (Explained(mapper, text) for mapper in _words(theirs, f"heads.{name}", config, stored))
-        elif head.kind in _CLASSIFIERS:
+        else:
             other = _origin(name, head, stored)
-            for part in _CLASSIFIERS[head.kind]:
+            for part in _parts(head):
                 if other is None:
                     yield Fresh((f"heads.{name}.{part}",))
                 else:
@@ -121,11 +121,16 @@ def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
     published = {
         _stored_name(name, stored, part)
         for name, head in stored.heads.items()
-        for part in _CLASSIFIERS.get(head.kind, ("weight",))
-        if head.kind != "embedding"
+        for part in (("weight",) if head.kind == "causal_lm" else _parts(head))
     }
     for theirs in sorted((published | {_LM_HEAD}) - used):
         yield Drop(theirs, optional=True)  # heads that the model does not have
+
+
+def _parts(head: Head) -> tuple[str, ...]:
+    """Parameters of a head that is no language model."""
+    without = head.kind == "embedding" and getattr(head, "projection", None) is None
+    return () if without else _PARTS.get(head.kind, ())
 
 
 def _tensors(head: str, config: LanguageModel) -> list[str]:
@@ -141,8 +146,8 @@ def _origin(name: str, head: Head, stored: LanguageModel) -> str | None:
 
 
 def _alike(head: Head, other: Head) -> bool:
-    classes = [getattr(h, "num_classes", None) for h in (head, other)]
-    return head.kind == other.kind and classes[0] == classes[1]
+    sizes = [[getattr(h, name, None) for name in ("num_classes", "projection")] for h in (head, other)]
+    return head.kind == other.kind and sizes[0] == sizes[1]
 
 
 def _stored_name(head: str, stored: LanguageModel, part: str = "weight") -> str:

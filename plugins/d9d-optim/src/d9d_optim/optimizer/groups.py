@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from d9d_core.errors import BuildError
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_optim.optimizer.config import GroupRule, OptimizerConfig
 
@@ -57,11 +57,16 @@ def group_parameters(config: OptimizerConfig, parameters: Mapping[str, nn.Parame
         if rule.weight_decay is not None:
             parts = [(prefix + "weight_decay set", rule.weight_decay, names)]
         else:
-            matrices = [name for name in names if trainable[name].ndim >= 2]
-            rest = [name for name in names if trainable[name].ndim < 2]
+            matrices = [name for name in names if is_matrix(name, trainable[name])]
+            rest = [name for name in names if not is_matrix(name, trainable[name])]
             parts = [(prefix + "decay", config.weight_decay, matrices), (prefix + "no decay", 0.0, rest)]
         groups += [ParameterGroup(label, scale, decay, tuple(part)) for label, decay, part in parts if part]
     return tuple(groups)
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix or a bank of matrices; biases of experts [experts, features] are neither."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def _first_match(name: str, rules: Sequence[GroupRule]) -> int | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from d9d_optim.optimizer.adam import update_adam
 from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, divide, keep_if, zeros
 from d9d_optim.optimizer.config import MuonConfig
+from d9d_optim.optimizer.groups import is_matrix
 from d9d_optim.optimizer.newton_schulz import orthogonalize, rate_factor
 from d9d_optim.optimizer.whole_matrices import map_matrices, matrix_collectives
 
@@ -46,8 +47,8 @@ class Muon(NamedOptimizer):
         kinds = {True: ("muon", 1.0), False: ("adamw", config.adamw.lr / config.lr)}
         groups = []
         for group in self._groups:
-            for is_matrix, (kind, ratio) in kinds.items():
-                names = tuple(name for name in group.names if (name in self._matrices) == is_matrix)
+            for for_muon, (kind, ratio) in kinds.items():
+                names = tuple(name for name in group.names if (name in self._matrices) == for_muon)
                 if names:
                     label = f"{kind}, {group.label}"
                     groups.append(replace(group, label=label, lr_scale=group.lr_scale * ratio, names=names))
@@ -97,7 +98,8 @@ class Muon(NamedOptimizer):
 
     def _is_matrix(self, name: str, parameter: Tensor) -> bool:
         patterns = self._config.adamw.patterns
-        return parameter.ndim in (2, 3) and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        is_excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return is_matrix(name, parameter) and parameter.ndim <= 3 and not is_excluded
 
     def _check(self) -> None:
         if not self._matrices:

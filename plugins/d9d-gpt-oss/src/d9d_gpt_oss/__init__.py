@@ -1,0 +1,1 @@
+"""gpt-oss models, and their Hugging Face layout."""
