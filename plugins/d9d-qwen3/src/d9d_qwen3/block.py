@@ -1,11 +1,8 @@
-"""Layers of Qwen3, dense and with experts.
-
-Shapes: B samples, S positions, H features.
-"""
+"""Layers of Qwen3, dense and with experts."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from d9d_moe.balancing.balancers import build_balancers
 from d9d_moe.dispatch.local import LocalDispatcher
@@ -13,10 +10,7 @@ from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_moe.experts.layer import MoELayer
 from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
-from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.decoder.block import DecoderBlock, grouped_query_attention, swiglu
-from d9d_nn.rope.rotary_embedding import Rotation
-from torch import Tensor
 
 from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
@@ -44,20 +38,7 @@ class Qwen3MoeBlock(DecoderBlock):
     routes: ClassVar[bool] = True
 
     def __init__(self, config: Qwen3MoeConfig, layer: int) -> None:
-        super().__init__(config, _attention(config, layer), _experts(config))
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        documents: AttentionMasks | Tensor | None,
-        padding: Tensor | None = None,
-    ) -> Tensor:
-        """Map [B, S, H] to [B, S, H]; experts skip tokens marked in ``padding``, bool [B, S]."""
-        normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
-        attended = self.attention(normed, rotation, documents)  # [B, S, H]
-        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
-        return hidden + self.ffn(normed, padding)  # type: ignore[no-any-return]  # [B, S, H]
+        super().__init__(config, _attention(config, layer), experts(config))
 
 
 def build_block(config: AnyQwen3Config, layer: int) -> DecoderBlock:
@@ -71,17 +52,23 @@ def _attention(config: AnyQwen3Config, layer: int) -> GroupedQueryAttention:
     return grouped_query_attention(config, layer, head_norm_eps=config.rms_norm_eps)
 
 
-def _experts(config: Qwen3MoeConfig) -> MoELayer:
+def experts(config: Qwen3MoeConfig, **shared: Any) -> MoELayer:
+    """Build the router and experts of a layer.
+
+    Args:
+        config: config of the whole model.
+        shared: shared expert and its gate, see :class:`~d9d_moe.experts.layer.MoELayer`.
+    """
     std, output_std = config.initialization.std, config.initialization.output_std(config.num_layers)
-    hidden, experts = config.hidden_size, config.num_experts
+    hidden, count = config.hidden_size, config.num_experts
     router = TopKRouter(
         hidden,
-        experts,
+        count,
         config.experts_per_token,
         std=std,
         renormalise=config.renormalise,
         balancing=build_balancers(config.balancing),
         capacity=config.capacity,
     )
-    bank = GroupedSwiGLU(hidden, config.moe_intermediate_size, experts, std=std, output_std=output_std)
-    return MoELayer(router, bank, LocalDispatcher())
+    bank = GroupedSwiGLU(hidden, config.moe_intermediate_size, count, std=std, output_std=output_std)
+    return MoELayer(router, bank, LocalDispatcher(), **shared)

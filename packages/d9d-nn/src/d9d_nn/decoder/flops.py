@@ -15,18 +15,18 @@ def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> flo
     embedding head has no matmul. The second term counts attention scores and the mixing of values (Chowdhery et al.
     2022, "PaLM",
     appendix B); keys is the average number of keys that a token attends to: half of the sequence, or less with a
-    sliding window. Recomputation is not counted. With several heads, all heads are assumed to be trained.
+    sliding window. A layer without attention has another second term, see :meth:`DecoderConfig.mixing_flops`.
+    Recomputation is not counted. With several heads, all heads are assumed to be trained.
     """
     matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length)
-    keys = sum(keys_of(config.window(layer), sequence_length) for layer in range(config.num_layers))
-    return 6.0 * matmul_parameters + 12.0 * config.num_attention_heads * config.head_dim * keys
+    mixing = sum(config.mixing_flops(layer, sequence_length) for layer in range(config.num_layers))
+    return 6.0 * matmul_parameters + mixing
 
 
 def layer_parameters(config: DecoderConfig) -> int:
     """Matmul parameters of all layers that one token uses."""
-    rows = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    feed_forward = sum(map(config.feed_forward_parameters, range(config.num_layers)))
-    return config.num_layers * config.hidden_size * rows + feed_forward
+    layers = range(config.num_layers)
+    return sum(config.mixer_parameters(layer) + config.feed_forward_parameters(layer) for layer in layers)
 
 
 def head_parameters(config: DecoderConfig, sequence_length: int) -> float:
@@ -35,10 +35,3 @@ def head_parameters(config: DecoderConfig, sequence_length: int) -> float:
     classes = sum(head.num_classes for head in config.heads.values() if isinstance(head, ClassificationHeadConfig))
     tags = sum(head.num_classes for head in config.heads.values() if isinstance(head, TokenClassificationHeadConfig))
     return config.hidden_size * (words + tags + classes / sequence_length)
-
-
-def keys_of(window: int | None, sequence_length: int) -> float:
-    """Average number of keys that a token attends to in a layer."""
-    # The triangle of causal attention, minus the triangle beyond the window.
-    beyond = max(sequence_length - (window or sequence_length), 0)
-    return sequence_length / 2 - beyond**2 / (2 * sequence_length)
