@@ -34,7 +34,10 @@ GROUPS = {
     "launchers": (
         "packages/d9d-launch", "plugins/d9d-kubernetes", "plugins/d9d-ray", "plugins/d9d-skypilot", "plugins/d9d-slurm",
     ),
-    "models": ("plugins/d9d-gemma", "plugins/d9d-llama", "plugins/d9d-qwen3", "plugins/d9d-transformers"),
+    "models": (
+        "plugins/d9d-gemma", "plugins/d9d-llama", "plugins/d9d-qwen3", "plugins/d9d-qwen3-next",
+        "plugins/d9d-transformers",
+    ),
     "trackers": ("plugins/d9d-aim", "plugins/d9d-mlflow", "plugins/d9d-tensorboard", "plugins/d9d-wandb"),
     "kernel libraries": (
         "plugins/d9d-cce", "plugins/d9d-cublas", "plugins/d9d-deepep", "plugins/d9d-flash-attention", "plugins/d9d-fp8",
