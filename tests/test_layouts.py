@@ -126,7 +126,9 @@ def test_experts_between_layers_of_gated_deltanet_compute_what_one_process_does(
     mixed = Layout(
         "fsdp 2, cp 2, tp 2", {"dp_shard": 2, "cp": 2, "tp": 2}, ["tensor_parallel", table.context("ring"), "fsdp"]
     )
-    rows += table.run_pipelines(corpus, [table.Piped("1f1b", 2, 3, mixed, model=model | {"num_layers": 4})])
+    rows += table.run_pipelines(
+        corpus, [table.Piped("1f1b", 2, 3, mixed, model=model | {"num_layers": 4, "vocab_size": 264})]
+    )
     assert len(rows) == 5
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
 

@@ -162,6 +162,29 @@ def test_the_text_model_of_a_model_of_images_is_read(name: str) -> None:
         form_of(name).config_from_json({"model_type": name})
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")])
+def test_a_model_of_images_computes_the_same_for_a_text(name: str, kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    form, written = form_of(name), form_of(name).config_json(TINY[name], "float32")
+    text = {key: value for key, value in written.items() if key not in ("architectures", "torch_dtype", "rope_scaling")}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    ids = dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), 63)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **ids)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    theirs.save_pretrained(tmp_path)
+    assert form.config_from_json(json.loads((tmp_path / "config.json").read_text())) == TINY[name]
+    files = load_file(tmp_path / "model.safetensors")
+    graph, ours = StateGraph(form.importer(TINY[name], TINY[name]), specs_of(files)), Qwen3Next(TINY[name])
+    graph.check(specs_of(dict(ours.named_parameters())))
+    assert all(left.startswith("model.visual.") for left in graph.left_out)
+    ours.load_state_dict(graph.apply(files))
+    tokens = torch.randint(60, (2, 20))
+    expected = theirs(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(ours(tokens=tokens)["logits"], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [

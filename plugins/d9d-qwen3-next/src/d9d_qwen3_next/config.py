@@ -104,8 +104,7 @@ class HybridConfig(DecoderConfig):
         if not self.is_recurrent(layer):
             return super().mixer_parameters(layer) + self.hidden_size * self.num_attention_heads * self.head_dim
         keys, values = self.key_features, self.value_features
-        projections = self.hidden_size * (2 * keys + 3 * values + 2 * self.linear_num_value_heads)
-        return projections + self.linear_conv_kernel_dim * (2 * keys + values)
+        return self.hidden_size * (2 * keys + 3 * values + 2 * self.linear_num_value_heads)
 
     def mixing_flops(self, layer: int, sequence_length: int) -> float:
         """FLOPs per token, forward and backward, of attention scores and values, or of the states of Gated DeltaNet."""

@@ -162,7 +162,7 @@ def supports(signature: OpSignature) -> Decision:
         return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(_FLOATS)}")
     if signature.device not in ("cpu", "cuda"):
         return Decision(accept=False, reason=f"triangular systems are not solved on {signature.device}")
-    return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions")
+    return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions", priority=10)
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
