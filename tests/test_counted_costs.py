@@ -30,6 +30,12 @@ LATENT = {
     "qk_rope_head_dim": 8, "v_head_dim": 12, "first_expert_layer": 1, "num_experts": 4, "experts_per_token": 2,
     "moe_intermediate_size": 16,
 }  # fmt: skip
+RECURRENT = {
+    "name": "qwen3_next", **SIZES, "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
 LENGTH = 32
 LORA = {"name": "lora", "r": 4}
 CLASSES = {"heads": {"classes": {"kind": "classification", "num_classes": 3}}}
@@ -43,6 +49,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "experts": {"model": EXPERTS},
     "latents": {"model": LATENT},
     "lora of latents": {"model": LATENT, "peft": LORA},
+    "recurrent": {"model": RECURRENT, "kernels": {"attention": "reference", "gated_delta_rule": "reference"}},
     "bfloat16": {"precision": BFLOAT16},
     "bfloat16 added up in float32": {"precision": BFLOAT16, "gradients": {"accumulate": "float32"}},
     "master weights": {"precision": BFLOAT16, "optimizer": {**ADAMW, "master_weights": True}},
@@ -101,8 +108,9 @@ def test_a_plan_counts_what_a_step_allocates_and_computes(tmp_path: Path, name: 
     if name == "muon":  # its products are no part of the model's
         return
     # The reference of attention computes all keys; printed are those that a token sees.
+    layers = 1 if name == "recurrent" else SIZES["num_layers"]
     features = (24 + 12) / 2 if job.model.name == "deepseek_v3" else SIZES["head_dim"]  # mean of keys and values
-    hidden_keys = 12 * SIZES["num_layers"] * SIZES["num_attention_heads"] * features * LENGTH / 2
+    hidden_keys = 12 * layers * SIZES["num_attention_heads"] * features * LENGTH / 2
     counted = counter.get_total_flops() / sum(microbatch["tokens"].numel() for microbatch in pack)
     passes = 1.0 if name != "lora of the last layer" else (2 + 4 / 3) / 6  # two layers have no backward
     assert plan.flops_per_token == pytest.approx(counted - hidden_keys * passes, rel=0.03)

@@ -101,7 +101,7 @@ def test_the_records_of_a_layout_are_merged_to_its_largest_deviations(table: Mod
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "glm", "gemma 2", "gemma 3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "glm", "gemma 2", "gemma 3", "qwen3_5"])
 def test_further_families_compute_what_one_process_does(table: ModuleType, tmp_path: Path, family: str) -> None:
     model, corpus = table.FAMILIES[family], tmp_path / "corpus"
     with_context = "cp 4, ulysses" if "score_softcap" in model else "cp 2, ring, tp 2"
@@ -141,6 +141,32 @@ def test_gpt_oss_computes_what_one_process_does(table: ModuleType, tmp_path: Pat
     rows += table.run_pipelines(corpus, piped)
     assert len(rows) == len(_OF_GPT_OSS) + len(piped)
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
+
+
+@pytest.mark.full
+def test_experts_between_layers_of_gated_deltanet_compute_what_one_process_does(
+    table: ModuleType, tmp_path: Path
+) -> None:
+    model, corpus = table.HYBRID_EXPERTS, tmp_path / "corpus"
+    names = {"fsdp 4, ep 2, checkpointed", "tp 2, ep 2", "fsdp 2, cp 2, ring, ep 4", "cp 2, all_gather, tp 2, ep 4"}
+    chosen = [layout for layout in table.EXPERT_LAYOUTS if layout.name in names]
+    rows = table.run(corpus, chosen, ["float32"], [3], model=model)
+    mixed = Layout(
+        "fsdp 2, cp 2, tp 2", {"dp_shard": 2, "cp": 2, "tp": 2}, ["tensor_parallel", table.context("ring"), "fsdp"]
+    )
+    rows += table.run_pipelines(
+        corpus, [table.Piped("1f1b", 2, 3, mixed, model=model | {"num_layers": 4, "vocab_size": 264})]
+    )
+    assert len(rows) == 5
+    assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
+
+
+@pytest.mark.thorough
+def test_a_recurrent_layer_is_split_over_heads_and_positions(table: ModuleType, tmp_path: Path) -> None:
+    chosen = [layout for layout in table.LAYOUTS if layout.name in {"cp 2, ring", "cp 4, ulysses", "cp 2, ring, tp 2"}]
+    rows = table.run(tmp_path / "corpus", chosen, ["float32"], [3], model=table.FAMILIES["qwen3_5"])
+    assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
+    assert len(rows) == 3
 
 
 @pytest.mark.full

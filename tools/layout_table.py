@@ -38,7 +38,7 @@ PARTS = {
 PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
     "d9d_pipeline.plugin", "d9d_qwen3.plugin", "d9d_llama.plugin", "d9d_gemma.plugin", "d9d_deepseek.plugin",
-    "d9d_gpt_oss.plugin",
+    "d9d_gpt_oss.plugin", "d9d_qwen3_next.plugin",
 )  # fmt: skip
 
 
@@ -179,7 +179,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logit_softcap": 3.0,
     },
     "gemma 3": DENSE | {"name": "gemma", "sliding_window": 8, "tie_embeddings": True, "local_rope_theta": 10_000.0},
+    "qwen3_5": DENSE | {
+        "name": "qwen3_5", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+        "partial_rotary_factor": 0.5,
+    },
 }  # fmt: skip
+#: Family with experts: as Qwen3.5, with the experts and balancing of Qwen3-MoE, and an expert that all tokens share.
+HYBRID_EXPERTS = FAMILIES["qwen3_5"] | {
+    name: value for name, value in EXPERTS.items() if name not in DENSE
+} | {"name": "qwen3_next", "shared_expert_intermediate_size": 16}  # fmt: skip
 
 
 def of_family(family: str) -> list[Layout]:

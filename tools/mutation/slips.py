@@ -36,6 +36,7 @@ GROUPS = {
     ),
     "models": (
         "plugins/d9d-deepseek", "plugins/d9d-gemma", "plugins/d9d-gpt-oss", "plugins/d9d-llama", "plugins/d9d-qwen3",
+        "plugins/d9d-qwen3-next",
         "plugins/d9d-transformers",
     ),
     "trackers": ("plugins/d9d-aim", "plugins/d9d-mlflow", "plugins/d9d-tensorboard", "plugins/d9d-wandb"),

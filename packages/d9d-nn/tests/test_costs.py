@@ -9,9 +9,9 @@ from d9d_core.cost import AttentionShape, Exchange, OpCost, Share, Weight
 from d9d_core.errors import BuildError
 from d9d_core.model import Stage
 from d9d_nn import costs
-from d9d_nn.decoder.config import DenseConfig
+from d9d_nn.decoder.config import DenseConfig, keys_of
 from d9d_nn.decoder.costs import FeedForwardCost, decoder_cost, dense_cost, sequence_exchanges, state_bytes, swiglu_cost
-from d9d_nn.decoder.flops import head_parameters, keys_of, layer_parameters, training_flops_per_token
+from d9d_nn.decoder.flops import head_parameters, layer_parameters, training_flops_per_token
 from d9d_nn.decoder.stages import layers_of
 
 WEIGHTS = (Weight("w", (2, 3)),)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from d9d_nn.ops.gated_delta_rule import chunked, gated_delta_rule
+from d9d_core.kernel import OpSignature
+from d9d_nn.ops.gated_delta_rule import chunked, chunked_from, gated_delta_rule, supports
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -53,6 +54,34 @@ def test_chunks_compute_what_single_positions_do(
     found = results(lambda *arguments: chunked(*arguments, chunk=chunk), tensors, documents)
     for one, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-10)
+
+
+def test_chunks_are_chosen_where_triangular_systems_are_solved() -> None:
+    for device, accepted in (("cpu", True), ("cuda", True), ("mps", False)):
+        decision = supports(OpSignature("gated_delta_rule", device, "bfloat16", {}))
+        assert decision.accept == accepted
+        assert (decision.priority > 0) == accepted
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    length=st.integers(2, 40),
+    cut=st.integers(1, 39),
+    chunk=st.integers(1, 17),
+    starts=st.lists(st.booleans(), min_size=39, max_size=39),
+)
+def test_a_rule_continues_from_the_state_of_earlier_positions(
+    length: int, cut: int, chunk: int, starts: list[bool]
+) -> None:
+    cut = min(cut, length - 1)
+    documents, tensors = numbered(starts, length), inputs(1, length, 2, 2)
+    whole, last = chunked_from(None, *tensors, documents, chunk=chunk)
+    _, state = chunked_from(None, *(tensor[:, :cut] for tensor in tensors), documents[:, :cut], chunk=chunk)
+    if documents[0, cut] != documents[0, cut - 1]:
+        state = torch.zeros_like(state)  # the second part begins with a document
+    rest, end = chunked_from(state, *(tensor[:, cut:] for tensor in tensors), documents[:, cut:], chunk=chunk)
+    torch.testing.assert_close(rest, whole[:, cut:])
+    torch.testing.assert_close(end, last)
 
 
 @pytest.mark.parametrize("rule", [gated_delta_rule, chunked])

@@ -20,8 +20,9 @@ from d9d_nn.linear import Linear, is_plain
 from d9d_nn.ops import attention_inputs, normed_rope
 from d9d_nn.ops import swiglu as swiglu_op
 from d9d_nn.ops.attention.sdpa_pinned import CUDNN, FLASH, PinnedKernel
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from d9d_nn.swiglu import SwiGLU
-from torch import nn
+from torch import Tensor, nn
 
 
 def attention(**more: Any) -> GroupedQueryAttention:
@@ -49,6 +50,24 @@ def test_attention_offers_the_ops_before_it_as_one_if_its_heads_are_normalised()
     assert list(normed.op_slots()) == ["rope", "normed_rope"]
     assert normed.adjacent_weights() == []
     assert list(normed.attention_cores()) == ["core"]
+
+
+def test_an_output_gate_multiplies_each_head_and_has_its_rows_in_the_query_projection() -> None:
+    gated, plain = attention(head_norm_eps=1e-6, output_gate=True), attention(head_norm_eps=1e-6)
+    assert gated.q_proj.weight.shape == (2 * 4 * 4, 8)
+    assert list(gated.op_slots()) == ["rope", "normed_rope"]
+    assert gated.adjacent_weights() == []
+    rows = gated.q_proj.weight.detach().view(4, 2, 4, 8)  # heads, query and gate, features
+    nn.init.normal_(rows)
+    state = {name: tensor for name, tensor in gated.state_dict().items() if name != "q_proj.weight"}
+    plain.load_state_dict(state | {"q_proj.weight": rows[:, 0].reshape(16, 8)})
+    hidden, rotation = torch.randn(2, 5, 8), RotaryEmbedding(4, theta=100.0)(torch.arange(5)[None])
+    mixed: list[Tensor] = []
+    plain.core.register_forward_hook(lambda _module, _inputs, out: mixed.append(out))
+    plain(hidden, rotation, None)
+    gates = torch.einsum("bsh,ndh->bsnd", hidden, rows[:, 1]).sigmoid()
+    expected = plain.o_proj((mixed[0] * gates).flatten(2))
+    torch.testing.assert_close(gated(hidden, rotation, None), expected)
 
 
 def test_a_swiglu_offers_the_whole_layer_unless_a_projection_was_changed() -> None:

@@ -126,6 +126,55 @@ def forwards(stage: nn.Module) -> dict[str, str]:
     }
 
 
+class Recurrent(nn.Module):
+    """Module with vectors of heads and with a filter for each feature, which have no style of a matrix."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.plain, self.out, self.heads = nn.Linear(6, 4), nn.Linear(4, 6), heads
+        self.decay = nn.ParameterDict({"rate": torch.zeros(heads), "time": torch.zeros(heads)})
+        self.filter = nn.Module()
+        self.filter.weight = nn.Parameter(torch.zeros(4 * heads, 3))
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        of_heads = dict.fromkeys(("decay", "filter"), TensorStyle.HEADS)
+        return {"plain": TensorStyle.COLUMN, **of_heads, "out": TensorStyle.ROW}
+
+    def tensor_parallel_heads(self) -> Mapping[str, int]:
+        return {"filter": self.heads}
+
+
+def test_all_parameters_of_style_heads_are_split_over_their_first_dimension() -> None:
+    stage = made()
+    stage.layer = Recurrent(4).to("meta")  # type: ignore[assignment]
+    applied = split(stage)
+    shapes = {name: list(local(parameter).shape) for name, parameter in stage.layer.named_parameters()}
+    assert shapes == {
+        "plain.weight": [2, 6], "plain.bias": [2], "decay.rate": [2], "decay.time": [2], "filter.weight": [8, 3],
+        "out.weight": [6, 2], "out.bias": [6],
+    }  # fmt: skip
+    owners = {owner.parameter: owner.owner for owner in applied.gradients}
+    assert all(owners[f"layer.{name}"] == "none" for name in ("decay.rate", "decay.time", "filter.weight"))
+    assert forwards(stage)["layer.filter"] == "LocalShards"
+
+
+@pytest.mark.parametrize(("heads", "said"), [(3, "3 heads of 'layer.decay'"), (2, "2 heads of 'layer.decay'")])
+def test_heads_that_the_ranks_do_not_divide_are_refused(heads: int, said: str) -> None:
+    stage = made()
+    stage.layer = Recurrent(heads).to("meta")  # type: ignore[assignment]
+    with pytest.raises(BuildError, match=f"mesh.tp is 4, which does not divide the {said}; choose a divisor"):
+        split(stage, tp=4)
+
+
+def test_features_of_fewer_heads_than_ranks_are_not_split() -> None:
+    stage = made()
+    layer = Recurrent(2).to("meta")
+    layer.decay = nn.ParameterDict()
+    stage.layer = layer  # type: ignore[assignment]
+    with pytest.raises(BuildError, match="does not divide the 2 heads of 'layer.filter'"):
+        split(stage, tp=4)
+
+
 def test_each_style_of_a_plan_has_its_shards_forwards_and_collectives() -> None:
     stage = made(scales=True)
     applied = split(stage)

@@ -192,7 +192,7 @@ class DeepSeekConfig(DecoderConfig):
         """Features of a value head."""
         return self.v_head_dim
 
-    def attention_parameters(self) -> int:
+    def mixer_parameters(self, layer: int) -> int:  # noqa: ARG002 - all layers are alike
         """Number of matrix elements that one token uses in the attention of a layer."""
         hidden, rank, heads = self.hidden_size, self.q_lora_rank, self.num_attention_heads
         queries = heads * self.head_dim

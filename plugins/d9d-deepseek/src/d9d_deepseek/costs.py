@@ -8,8 +8,8 @@ from d9d_core.cost import OpCost, Share, StageCost, Weight
 from d9d_core.model import Stage
 from d9d_moe.costs import mixture
 from d9d_nn.costs import attention, linear, rms_norm, rotation
-from d9d_nn.decoder.costs import FeedForwardCost, decoder_cost, gated_cost, swiglu_cost
-from d9d_nn.decoder.flops import keys_of
+from d9d_nn.decoder.config import keys_of
+from d9d_nn.decoder.costs import FeedForwardCost, MixerCost, decoder_cost, gated_cost, swiglu_cost
 
 from d9d_deepseek.config import DeepSeekConfig
 
@@ -20,11 +20,11 @@ def stage_cost(config: DeepSeekConfig, stage: Stage, share: Share) -> StageCost:
     Raises:
         BuildError: the ranks cannot shard the stage.
     """
-    return decoder_cost(config, stage, share, _feed_forward, attention_ops=_attention)
+    return decoder_cost(config, stage, share, _feed_forward, mixer=_attention)
 
 
-def _attention(config: DeepSeekConfig, _layer: int, share: Share) -> list[OpCost]:
-    """Ops of latent attention; values are counted as padded to the size of keys, as most backends need them."""
+def _attention(config: DeepSeekConfig, _layer: int, share: Share) -> MixerCost:
+    """Cost of latent attention; values are counted as padded to the size of keys, as most backends need them."""
     tokens, width, hidden = share.tokens, share.width, config.hidden_size
     heads, key, value = config.num_attention_heads // share.tensor, config.head_dim, config.v_head_dim
     latent, rotary = config.kv_lora_rank, config.qk_rope_head_dim
@@ -33,7 +33,7 @@ def _attention(config: DeepSeekConfig, _layer: int, share: Share) -> list[OpCost
     attended = attention(tokens, keys_of(None, share.length), heads, heads, key, width)
     shape = attended.attention
     assert shape is not None  # all ops of attention have it
-    return [
+    ops = (
         *_queries(config, share, heads * key),
         _linear(config, share, "kv_down", hidden, latent + rotary, keeps_input=False),
         rms_norm("latent norm", tokens, latent, width, weights=(Weight("attention.kv_norm.weight", (latent,)),)),
@@ -42,7 +42,8 @@ def _attention(config: DeepSeekConfig, _layer: int, share: Share) -> list[OpCost
         OpCost("joined heads", "memory", traffic=2 * joined, backward_traffic=2 * joined),
         replace(attended, attention=replace(shape, latent=latent + rotary, expanded=expanded)),
         _linear(config, share, "o_proj", heads * value, hidden, cut=1),
-    ]
+    )
+    return MixerCost(ops)
 
 
 def _queries(config: DeepSeekConfig, share: Share, outputs: int) -> list[OpCost]:

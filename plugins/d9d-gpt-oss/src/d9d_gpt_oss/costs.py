@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from d9d_core.cost import OpCost, Share, StageCost, Weight
 from d9d_core.errors import BuildError
 from d9d_core.model import Stage
 from d9d_moe.costs import dispatch, grouped_swiglu, permutation, router
-from d9d_nn.decoder.costs import FeedForwardCost, decoder_cost
+from d9d_nn.decoder.costs import FeedForwardCost, attention_cost, decoder_cost
 
 from d9d_gpt_oss.config import GptOssConfig
 
@@ -23,7 +24,9 @@ def stage_cost(config: GptOssConfig, stage: Stage, share: Share) -> StageCost:
         raise BuildError(
             f"mesh.ep is {share.experts}, which does not divide {config.num_experts} experts; use a divisor"
         )
-    return decoder_cost(config, stage, share, _feed_forward, head_norms=False, sinks=True)
+    return decoder_cost(
+        config, stage, share, _feed_forward, mixer=partial(attention_cost, head_norms=False, sinks=True)
+    )
 
 
 def _feed_forward(config: GptOssConfig, _layer: int, share: Share) -> FeedForwardCost:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from d9d_moe.balancing.balancers import build_balancers
 from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
@@ -34,7 +36,7 @@ class Qwen3MoeBlock(RoutedBlock):
     """
 
     def __init__(self, config: Qwen3MoeConfig, layer: int) -> None:
-        super().__init__(config, _attention(config, layer), _experts(config))
+        super().__init__(config, _attention(config, layer), experts(config))
 
 
 def build_block(config: AnyQwen3Config, layer: int) -> DecoderBlock:
@@ -48,17 +50,23 @@ def _attention(config: AnyQwen3Config, layer: int) -> GroupedQueryAttention:
     return grouped_query_attention(config, layer, head_norm_eps=config.rms_norm_eps)
 
 
-def _experts(config: Qwen3MoeConfig) -> MoELayer:
+def experts(config: Qwen3MoeConfig, **shared: Any) -> MoELayer:
+    """Build the router and experts of a layer.
+
+    Args:
+        config: config of the whole model.
+        shared: shared expert and its gate, see :class:`~d9d_moe.experts.layer.MoELayer`.
+    """
     std, output_std = config.initialization.std, config.initialization.output_std(config.num_layers)
-    hidden, experts = config.hidden_size, config.num_experts
+    hidden, count = config.hidden_size, config.num_experts
     router = TopKRouter(
         hidden,
-        experts,
+        count,
         config.experts_per_token,
         std=std,
         renormalise=config.renormalise,
         balancing=build_balancers(config.balancing),
         capacity=config.capacity,
     )
-    bank = GroupedSwiGLU(hidden, config.moe_intermediate_size, experts, std=std, output_std=output_std)
-    return MoELayer(router, bank, LocalDispatcher())
+    bank = GroupedSwiGLU(hidden, config.moe_intermediate_size, count, std=std, output_std=output_std)
+    return MoELayer(router, bank, LocalDispatcher(), **shared)

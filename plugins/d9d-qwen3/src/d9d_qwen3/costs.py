@@ -18,10 +18,10 @@ def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
     """
     if not isinstance(config, Qwen3MoeConfig):
         return dense_cost(config, stage, share, head_norms=True)
-    return decoder_cost(config, stage, share, _feed_forward, head_norms=True)
+    return decoder_cost(config, stage, share, feed_forward, head_norms=True)
 
 
-def _feed_forward(config: Qwen3MoeConfig, layer: int, share: Share) -> FeedForwardCost:
+def feed_forward(config: Qwen3MoeConfig, layer: int, share: Share) -> FeedForwardCost:
     """Cost of the router and the experts of a layer, or of the SwiGLU of a dense layer."""
     if not config.has_experts(layer):
         return swiglu_cost(config, layer, share)

@@ -14,7 +14,7 @@ from d9d_core.model import Stage
 from d9d_core.traits import TensorStyle
 from d9d_moe.costs import Dispatch, dispatch, grouped_swiglu, permutation
 from d9d_nn.costs import attention, embedding, linear, linear_cross_entropy, rms_norm, rotated_heads, rotation, silu_mul
-from d9d_nn.decoder.flops import keys_of
+from d9d_nn.decoder.config import keys_of
 
 from d9d_transformers.anatomy import Anatomy, Call, anatomy
 from d9d_transformers.config import TransformersConfig

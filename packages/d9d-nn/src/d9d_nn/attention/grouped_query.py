@@ -44,6 +44,9 @@ class GroupedQueryAttention(nn.Module):
         interleaved: whether neighbouring features 2 i and 2 i + 1 are a pair that rotates, as in Su et al. 2021;
             otherwise features i and i + R/2 are.
         sinks: whether each query head has a learned sink, see :func:`d9d_nn.ops.attention.reference.attention`.
+        output_gate: whether the output of each head is multiplied by the sigmoid of a gate, feature by feature (Qiu et
+            al. 2025, "Gated Attention for Large Language Models", section 2.2). The query projection then has 2 D rows
+            for each head: D of the query, then D of the gate.
     """
 
     def __init__(
@@ -63,13 +66,16 @@ class GroupedQueryAttention(nn.Module):
         rotary_dim: int | None = None,
         interleaved: bool = False,
         sinks: bool = False,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.interleaved = interleaved
+        self.output_gate = output_gate
         self._query_heads, self._key_value_heads = query_heads, key_value_heads
-        self.q_proj = Linear(hidden_size, query_heads * head_dim, std=std, bias="q_proj" in biases)
+        queries = query_heads * head_dim * (2 if output_gate else 1)
+        self.q_proj = Linear(hidden_size, queries, std=std, bias="q_proj" in biases)
         self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias="k_proj" in biases)
         self.v_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias="v_proj" in biases)
         self.o_proj = Linear(query_heads * head_dim, hidden_size, std=output_std, bias="o_proj" in biases)
@@ -93,11 +99,12 @@ class GroupedQueryAttention(nn.Module):
         """Slots of the rotation and, with head norms of heads that rotate by halves, of norm and rotation in one op.
 
         With such a slot, there is also a slot of all ops before the attention, unless a projection was replaced or
-        adapted. The slot of the attention belongs to the core.
+        adapted, or there is an output gate. The slot of the attention belongs to the core.
         """
         if self.q_norm is None or not self._rotates_by_halves():
             return {"rope": self.rope}
-        whole = {"attention_inputs": self.attention_inputs} if all(map(is_plain, self._projections())) else {}
+        plain = not self.output_gate and all(map(is_plain, self._projections()))
+        whole = {"attention_inputs": self.attention_inputs} if plain else {}
         return {"rope": self.rope, "normed_rope": self.normed_rope, **whole}
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
@@ -142,9 +149,20 @@ class GroupedQueryAttention(nn.Module):
         Returns:
             [B, S, H].
         """
+        if self.output_gate:
+            return self._gated(hidden, rotation, documents)
         query, key, value = self._inputs(hidden, rotation)  # [B, S, N, D], [B, S, K, D], [B, S, K, D]
         sinks = () if self.sinks is None else (self.sinks(),)  # [N]
         mixed = self.core(query, key, value, documents, *sinks)  # [B, S, N, D]
+        return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
+
+    def _gated(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
+        places = (*hidden.shape[:2], -1)
+        query, gate = self.q_proj(hidden).view(*places, 2 * self.head_dim).chunk(2, dim=-1)  # [B, S, N, D] each
+        key = self.k_proj(hidden).view(*places, self.head_dim)  # [B, S, K, D]
+        value = self.v_proj(hidden).view(*places, self.head_dim)  # [B, S, K, D]
+        query, key = self._placed(query, key, rotation)
+        mixed = self.core(query, key, value, documents) * gate.sigmoid()  # [B, S, N, D]
         return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 
     @in_one_op("attention_inputs")

@@ -5,24 +5,21 @@ Shapes: B samples, S positions, H features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
-from d9d_nn.attention.latent import MultiHeadLatentAttention
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.geglu import GeGLU
+from d9d_nn.ops.attention.slot import AttentionSlot
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation
 from d9d_nn.swiglu import SwiGLU
-
-#: Attention layers that a decoder block may have.
-DecoderAttention = GroupedQueryAttention | MultiHeadLatentAttention
 
 
 class DecoderBlock(nn.Module):
@@ -30,8 +27,9 @@ class DecoderBlock(nn.Module):
 
     Args:
         config: config of the whole model.
-        attention: attention layer, maps [B, S, H], a rotation and masks to [B, S, H].
-        ffn: feed-forward layer, maps [B, S, H] to [B, S, H].
+        attention: attention layer, maps [B, S, H], a rotation and masks to [B, S, H]. A subclass with another layer in
+            which tokens mix overrides :meth:`mix` and :meth:`attention_slots`.
+        ffn: feed-forward layer, maps [B, S, H] to [B, S, H]; a layer with experts also takes ``padding``.
         norm: class of the norms.
 
     Attributes:
@@ -44,7 +42,7 @@ class DecoderBlock(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        attention: DecoderAttention,
+        attention: nn.Module,
         ffn: nn.Module,
         *,
         norm: type[RMSNorm] = RMSNorm,
@@ -60,25 +58,35 @@ class DecoderBlock(nn.Module):
         """Styles of the norms, which compute a share of the positions; the other layers have their own plans."""
         return {"attention_norm": TensorStyle.SEQUENCE, "ffn_norm": TensorStyle.SEQUENCE}
 
+    def attention_slots(self) -> Sequence[AttentionSlot]:
+        """Slots of the layer's attention, for which the model prepares masks; empty for a layer without attention."""
+        core: Any = self.attention.core
+        return [core.attention]
+
+    def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
+        """Mix tokens of the same document: [B, S, H] to [B, S, H]; arguments as of :meth:`forward`."""
+        return self.attention(normed, rotation, documents)  # type: ignore[no-any-return]
+
     def forward(
         self,
         hidden: Tensor,
         rotation: Rotation,
         documents: AttentionMasks | Tensor | None,
-        padding: Tensor | None = None,  # noqa: ARG002 - for layers that route
+        padding: Tensor | None = None,
     ) -> Tensor:
         """Map [B, S, H] to [B, S, H].
 
         Args:
             hidden: [B, S, H], the residual stream.
-            rotation: see :data:`DecoderAttention`.
+            rotation: see :class:`GroupedQueryAttention`.
             documents: indices of documents int64 [B, S], or the attention masks made from them.
-            padding: bool [B, S], padded positions; ``None`` if there is no padding.
+            padding: bool [B, S], padded positions, which experts skip; ``None`` if there is no padding.
         """
         normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
-        attended = self.attention(normed, rotation, documents)  # [B, S, H]
+        attended = self.mix(normed, rotation, documents)  # [B, S, H]
         normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
-        return hidden + self.ffn(normed)  # type: ignore[no-any-return]  # [B, S, H]
+        added: Tensor = self.ffn(normed, padding) if self.routes else self.ffn(normed)
+        return hidden + added  # [B, S, H]
 
 
 class RoutedBlock(DecoderBlock):
@@ -89,19 +97,6 @@ class RoutedBlock(DecoderBlock):
     """
 
     routes: ClassVar[bool] = True
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        documents: AttentionMasks | Tensor | None,
-        padding: Tensor | None = None,
-    ) -> Tensor:
-        """Map [B, S, H] to [B, S, H]; experts skip tokens marked in ``padding``, bool [B, S]."""
-        normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
-        attended = self.attention(normed, rotation, documents)  # [B, S, H]
-        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
-        return hidden + self.ffn(normed, padding)  # type: ignore[no-any-return]  # [B, S, H]
 
 
 class SandwichBlock(DecoderBlock):
@@ -116,7 +111,7 @@ class SandwichBlock(DecoderBlock):
     def __init__(
         self,
         config: DecoderConfig,
-        attention: DecoderAttention,
+        attention: nn.Module,
         ffn: nn.Module,
         *,
         norm: type[RMSNorm] = RMSNorm,
@@ -139,7 +134,7 @@ class SandwichBlock(DecoderBlock):
     ) -> Tensor:
         """Map [B, S, H] to [B, S, H], see :meth:`DecoderBlock.forward`."""
         normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
-        attended = self.post_attention_norm(self.attention(normed, rotation, documents))  # [B, S, H]
+        attended = self.post_attention_norm(self.mix(normed, rotation, documents))  # [B, S, H]
         normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
         return hidden + self.post_ffn_norm(self.ffn(normed))  # type: ignore[no-any-return]  # [B, S, H]
 
@@ -153,6 +148,7 @@ def grouped_query_attention(
     norm: type[RMSNorm] = RMSNorm,
     interleaved: bool = False,
     sinks: bool = False,
+    output_gate: bool = False,
 ) -> GroupedQueryAttention:
     """Build the grouped-query attention of a decoder block.
 
@@ -164,6 +160,7 @@ def grouped_query_attention(
         norm: see :class:`GroupedQueryAttention`.
         interleaved: see :class:`GroupedQueryAttention`.
         sinks: see :class:`GroupedQueryAttention`.
+        output_gate: see :class:`GroupedQueryAttention`.
     """
     return GroupedQueryAttention(
         config.hidden_size,
@@ -180,6 +177,7 @@ def grouped_query_attention(
         rotary_dim=config.rope(layer).features,
         interleaved=interleaved,
         sinks=sinks,
+        output_gate=output_gate,
     )
 
 

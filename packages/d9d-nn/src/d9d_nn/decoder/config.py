@@ -24,6 +24,13 @@ LayerType = Literal["full_attention", "sliding_attention"]
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
+def keys_of(window: int | None, sequence_length: int) -> float:
+    """Average number of keys that a token attends to in a layer."""
+    # The triangle of causal attention, minus the triangle beyond the window.
+    beyond = max(sequence_length - (window or sequence_length), 0)
+    return sequence_length / 2 - beyond**2 / (2 * sequence_length)
+
+
 class DecoderConfig(ModelConfig, ABC):
     """Base config of a decoder: fields of attention, embeddings, norms and heads; families add feed-forward layers."""
 
@@ -129,10 +136,6 @@ class DecoderConfig(ModelConfig, ABC):
     def feed_forward_parameters(self, layer: int) -> int:
         """Number of matrix elements that one token uses in the feed-forward part of this layer."""
 
-    def attention_parameters(self) -> int:
-        """Number of matrix elements that one token uses in the attention of a layer."""
-        return 2 * self.hidden_size * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
-
     def value_features(self) -> int:
         """Features of a value head."""
         return self.head_dim
@@ -144,6 +147,15 @@ class DecoderConfig(ModelConfig, ABC):
     def rope(self, layer: int) -> Rope:  # noqa: ARG002 - subclasses may have two kinds of layers
         """Settings of the rotary positions of this layer."""
         return Rope(self.rope_theta, self.rope_scaling)
+
+    def mixer_parameters(self, layer: int) -> int:  # noqa: ARG002 - subclasses may have two kinds of layers
+        """Number of matrix elements that one token uses in the attention part of this layer."""
+        return 2 * self.hidden_size * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+
+    def mixing_flops(self, layer: int, sequence_length: int) -> float:
+        """FLOPs per token, forward and backward, with which this layer mixes tokens: attention scores and values."""
+        keys = keys_of(self.window(layer), sequence_length)
+        return 6.0 * self.num_attention_heads * (self.head_dim + self.value_features()) * keys
 
     def kind(self, layer: int) -> Hashable:
         """Key that is equal for layers of equal structure."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from d9d_core.cost import BlockCost, Exchange, OpCost, Share, StageCost, Weight
@@ -23,8 +24,7 @@ from d9d_nn.costs import (
     rotation,
     silu_mul,
 )
-from d9d_nn.decoder.config import DecoderConfig
-from d9d_nn.decoder.flops import keys_of
+from d9d_nn.decoder.config import DecoderConfig, keys_of
 from d9d_nn.decoder.stages import layers_of
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 
@@ -49,8 +49,23 @@ class FeedForwardCost(NamedTuple):
     backward_exchanges: tuple[Exchange, ...] = ()
 
 
-#: Ops of the attention of a layer, by index; raises ``BuildError`` if they cannot be divided over the ranks.
-AttentionOps = Callable[[Any, int, Share], list[OpCost]]
+class MixerCost(NamedTuple):
+    """Cost of the part of a layer in which tokens mix, such as attention, between its norm and the residual addition.
+
+    Attributes:
+        ops: ops of this part.
+        exchanges, backward_exchanges: collectives of the forward and of the backward, except the exchange of positions
+            over ``tp``.
+    """
+
+    ops: tuple[OpCost, ...]
+    exchanges: tuple[Exchange, ...] = ()
+    backward_exchanges: tuple[Exchange, ...] = ()
+
+
+#: Cost of the part of a layer in which tokens mix, by index.
+Mixer = Callable[[Any, int, Share], MixerCost]
+
 #: Cost of the feed-forward part of a layer, by index; raises ``BuildError`` if it cannot be divided over the ranks.
 FeedForward = Callable[[Any, int, Share], FeedForwardCost]
 
@@ -63,8 +78,7 @@ def decoder_cost(
     *,
     head_norms: bool = False,
     output_norms: bool = False,
-    attention_ops: AttentionOps | None = None,
-    sinks: bool = False,
+    mixer: Mixer | None = None,
 ) -> StageCost:
     """Cost of a stage of a decoder: embedding, layers, and final norm with heads.
 
@@ -75,24 +89,19 @@ def decoder_cost(
         feed_forward: cost of the feed-forward part of a layer.
         head_norms: whether attention normalises the heads of queries and keys.
         output_norms: whether the outputs of attention and feed-forward are normalised.
-        attention_ops: ops of the attention of a layer; ``None`` for grouped-query attention.
-        sinks: whether query heads have learned sinks.
+        mixer: cost of the attention part of a layer; by default :func:`attention_cost` with ``head_norms``.
 
     Raises:
         BuildError: the heads, positions or feed-forward layers cannot be divided over the ranks.
     """
     _check(config, share)
+    mix = partial(attention_cost, head_norms=head_norms) if mixer is None else mixer
     blocks: list[BlockCost] = []
     if stage.is_first:
         blocks.append(_embedding(config, share))
     for first, layers in _alike(config, layers_of(config, stage)).items():
         names = tuple(f"layers.{layer}" for layer in layers)
-        attended = (
-            attention_ops(config, first, share)
-            if attention_ops
-            else _attention(config, first, share, head_norms, sinks)
-        )
-        cost = _layer(config, share, attended, feed_forward(config, first, share), output_norms)
+        cost = _layer(config, share, mix(config, first, share), feed_forward(config, first, share), output_norms)
         blocks.append(replace(cost, count=len(layers), names=names))
     if stage.is_last:
         blocks.append(_heads(config, stage, share))
@@ -143,7 +152,13 @@ def gated_cost(
 
 
 def dense_cost(
-    config: DecoderConfig, stage: Stage, share: Share, *, head_norms: bool, output_norms: bool = False
+    config: DecoderConfig,
+    stage: Stage,
+    share: Share,
+    *,
+    head_norms: bool = False,
+    output_norms: bool = False,
+    mixer: Mixer | None = None,
 ) -> StageCost:
     """Cost of a stage of a dense decoder; see :func:`decoder_cost`.
 
@@ -152,7 +167,8 @@ def dense_cost(
     """
     if share.experts > 1:
         raise BuildError(f"mesh.ep is {share.experts}, but the model has no experts; remove mesh.ep")
-    return decoder_cost(config, stage, share, swiglu_cost, head_norms=head_norms, output_norms=output_norms)
+    norms = {"head_norms": head_norms, "output_norms": output_norms}
+    return decoder_cost(config, stage, share, swiglu_cost, mixer=mixer, **norms)
 
 
 def state_bytes(config: DecoderConfig, share: Share) -> float:
@@ -193,34 +209,53 @@ def _check(config: DecoderConfig, share: Share) -> None:
 def _layer(
     config: DecoderConfig,
     share: Share,
-    attended: list[OpCost],
+    mixer: MixerCost,
     feed_forward: FeedForwardCost,
     output_norms: bool,
 ) -> BlockCost:
     width, hidden, own = share.width, config.hidden_size, share.tokens / share.tensor
     names = ("attention_norm", "ffn_norm", *(("post_attention_norm", "post_ffn_norm") if output_norms else ()))
     norms = [rms_norm(name, own, hidden, width, weights=(Weight(f"{name}.weight", (hidden,)),)) for name in names]
-    parameters = sum(weight.numbers for op in attended for weight in op.weights)
+    parameters = sum(weight.numbers for op in mixer.ops for weight in op.weights)
     around, state = sequence_exchanges(config, share), state_bytes(config, share)
     return BlockCost(
         feed_forward.name,
-        (norms[0], *attended, *norms[2:3], norms[1], *feed_forward.ops, *norms[3:]),
+        (norms[0], *mixer.ops, *norms[2:3], norms[1], *feed_forward.ops, *norms[3:]),
         parameters + len(norms) * hidden + feed_forward.parameters,
         feed_forward.experts,
         state,
         3 * state + feed_forward.workspace,
-        (*around, *feed_forward.exchanges),
-        (*around, *feed_forward.backward_exchanges),
+        (*around, *mixer.exchanges, *feed_forward.exchanges),
+        (*around, *mixer.backward_exchanges, *feed_forward.backward_exchanges),
     )
 
 
-def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool, sinks: bool) -> list[OpCost]:
+def attention_cost(
+    config: DecoderConfig,
+    layer: int,
+    share: Share,
+    *,
+    head_norms: bool,
+    output_gate: bool = False,
+    sinks: bool = False,
+) -> MixerCost:
+    """Cost of the grouped-query attention of a layer.
+
+    Args:
+        config: config of the whole model.
+        layer: index of the layer in the whole model.
+        share: share of one rank.
+        head_norms: whether the heads of queries and keys are normalised.
+        output_gate: whether the query projection also computes gates of the attention's output.
+        sinks: whether query heads have learned sinks.
+    """
     width, hidden, head, tokens = share.width, config.hidden_size, config.head_dim, share.tokens
     queries = config.num_attention_heads / share.tensor
     # With fewer key and value heads than ranks, several ranks compute the same head.
     pairs = max(config.num_key_value_heads / share.tensor, 1)
-    outputs, inside = int(queries) * head, (queries + 2 * pairs) * head
-    into = _linear(config, "q_proj", outputs, hidden, 0)
+    outputs, projected = int(queries) * head, 2 if output_gate else 1
+    inside = (projected * queries + 2 * pairs) * head
+    into = _linear(config, "q_proj", projected * outputs, hidden, 0)
     for name in ("k_proj", "v_proj"):
         if config.num_key_value_heads < share.tensor:  # each rank has the whole weight
             into += _linear(config, name, config.num_key_value_heads * head, hidden, None)
@@ -236,12 +271,20 @@ def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool
     mixing = attention(tokens, keys_of(config.window(layer), share.length), queries, pairs, head, width)
     if sinks:
         mixing = replace(mixing, weights=(Weight("attention.sinks.weight", (int(queries),), cut=0),))
-    return [
+    ops = (
         linear("query, key, value", tokens, hidden, inside, width, weights=tuple(into)),
         placed,
         mixing,
-        linear("output", tokens, outputs, hidden, width, keeps_input=False, weights=tuple(out_of)),
-    ]
+        *((_gate("output gate", tokens, outputs, width),) if output_gate else ()),
+        linear("output", tokens, outputs, hidden, width, keeps_input=output_gate, weights=tuple(out_of)),
+    )
+    return MixerCost(ops)
+
+
+def _gate(name: str, rows: float, features: float, width: int) -> OpCost:
+    """Cost of a product with the sigmoid of a gate; the gate, its sigmoid and the other factor are kept."""
+    size = width * rows * features
+    return OpCost(name, "memory", traffic=5 * size, backward_traffic=7 * size, kept=2 * size)
 
 
 def _linear(config: DecoderConfig, name: str, outputs: int, features: int, cut: int | None) -> list[Weight]:

@@ -14,19 +14,19 @@ def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> flo
     experts, only the router and the experts of one token count. A classification head and the projection of an
     embedding head count once per sample. The second term counts attention scores and the mixing of values (Chowdhery et
     al. 2022, "PaLM", appendix B); if values have another size than keys, head_dim is the mean of both. keys is the
-    average number of keys that a token attends to: half of the sequence, or less with a sliding window. Recomputation
-    is not counted. With several heads, all heads are assumed to be trained.
+    average number of keys that a token attends to: half of the sequence, or less with a sliding window. A layer without
+    attention has another second term, see :meth:`DecoderConfig.mixing_flops`. Recomputation is not counted. With
+    several heads, all heads are assumed to be trained.
     """
     matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length)
-    keys = sum(keys_of(config.window(layer), sequence_length) for layer in range(config.num_layers))
-    features = config.num_attention_heads * (config.head_dim + config.value_features())
-    return 6.0 * matmul_parameters + 6.0 * features * keys
+    mixing = sum(config.mixing_flops(layer, sequence_length) for layer in range(config.num_layers))
+    return 6.0 * matmul_parameters + mixing
 
 
 def layer_parameters(config: DecoderConfig) -> int:
     """Matmul parameters of all layers that one token uses."""
-    feed_forward = sum(map(config.feed_forward_parameters, range(config.num_layers)))
-    return config.num_layers * config.attention_parameters() + feed_forward
+    layers = range(config.num_layers)
+    return sum(config.mixer_parameters(layer) + config.feed_forward_parameters(layer) for layer in layers)
 
 
 def head_parameters(config: DecoderConfig, sequence_length: int) -> float:
@@ -36,10 +36,3 @@ def head_parameters(config: DecoderConfig, sequence_length: int) -> float:
     tags = sum(head.num_classes for head in config.heads.values() if isinstance(head, TokenClassificationHeadConfig))
     mapped = sum(head.projection or 0 for head in config.heads.values() if isinstance(head, EmbeddingHeadConfig))
     return config.hidden_size * (words + tags + (classes + mapped) / sequence_length)
-
-
-def keys_of(window: int | None, sequence_length: int) -> float:
-    """Average number of keys that a token attends to in a layer."""
-    # The triangle of causal attention, minus the triangle beyond the window.
-    beyond = max(sequence_length - (window or sequence_length), 0)
-    return sequence_length / 2 - beyond**2 / (2 * sequence_length)

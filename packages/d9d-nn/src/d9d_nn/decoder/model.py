@@ -203,7 +203,8 @@ class DecoderModel(nn.Module):
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
         rotations = self.rotary(positions, lengths, counted)
-        slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, DecoderBlock))
+        blocks = (layer for layer in self.layers.values() if isinstance(layer, DecoderBlock))
+        slots = (slot for layer in blocks for slot in layer.attention_slots())
         masks = prepare_masks(slots, documents, length, hidden.device)
         padding = None
         if lengths is not None and self._routes:

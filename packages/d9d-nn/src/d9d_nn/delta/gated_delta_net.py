@@ -5,23 +5,31 @@ Shapes: B samples, S positions, H features, K key heads, N value heads, D_k and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from d9d_core.kernel import OpSlot
+from d9d_core.model import ContextShare
+from d9d_core.strategy import ContextCall, Kind, StepShape
+from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from d9d_nn.delta.chain import ContextChain, joined, stacked
 from d9d_nn.delta.gates import MambaDecay
 from d9d_nn.delta.short_convolution import ShortConvolution
 from d9d_nn.linear import Linear
-from d9d_nn.ops.gated_delta_rule import gated_delta_rule
+from d9d_nn.ops.gated_delta_rule import counted, gated_delta_rule
 
 __all__ = ["GatedDeltaNet", "GatedRMSNorm"]
 
 
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet: short convolutions, a decaying state per value head, a gated norm, and an output projection.
+
+    Tensor parallelism splits the key heads, each with its value heads. Under context parallelism, ranks exchange the
+    last positions and the states of their chunks, see :mod:`d9d_nn.delta.chain`; the rule then runs in PyTorch.
 
     Args:
         hidden_size: H.
@@ -63,6 +71,8 @@ class GatedDeltaNet(nn.Module):
                 "head the same number of value heads"
             )
         self.key_dim, self.value_dim = key_dim, value_dim
+        self._key_heads, self._value_heads = key_heads, value_heads
+        self._chain: ContextChain | None = None
         self.q_proj = Linear(hidden_size, key_heads * key_dim, std=std)
         self.k_proj = Linear(hidden_size, key_heads * key_dim, std=std)
         self.v_proj = Linear(hidden_size, value_heads * value_dim, std=std)
@@ -85,24 +95,88 @@ class GatedDeltaNet(nn.Module):
         """Slot of the op ``gated_delta_rule``."""
         return {"gated_delta_rule": self.gated_delta_rule}
 
+    def divisibility(self) -> Mapping[str, Mapping[str, int]]:
+        """Number of key heads, which must be divisible by the number of ranks of ``tp``."""
+        return {"tp": {"key heads": self._key_heads}}
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Styles of the children: heads are split; the norm of the outputs is replicated."""
+        projections = ("q_proj", "k_proj", "v_proj", "gate_proj", "decay_proj", "beta_proj")
+        return {
+            **dict.fromkeys(projections, TensorStyle.COLUMN),
+            **dict.fromkeys(("q_conv", "k_conv", "v_conv", "decay"), TensorStyle.HEADS),
+            "norm": TensorStyle.PARTIAL,
+            "o_proj": TensorStyle.ROW,
+        }
+
+    def tensor_parallel_heads(self) -> Mapping[str, int]:
+        """Number of heads of each split child, by name: key heads or value heads."""
+        of_values = ("v_proj", "gate_proj", "decay_proj", "beta_proj", "v_conv", "decay")
+        return {
+            **dict.fromkeys(("q_proj", "k_proj", "q_conv", "k_conv"), self._key_heads),
+            **dict.fromkeys(of_values, self._value_heads),
+        }
+
+    def see_context(self, share: ContextShare) -> None:
+        """Expect this rank's positions in inputs and outputs from now on; ``documents`` still cover all positions."""
+        self._chain = ContextChain(share)
+
+    def context_collectives(self, step: StepShape) -> Iterator[ContextCall]:
+        """All-gathers of the positions before chunks and of the states, and the reductions of their gradients.
+
+        Their bytes do not depend on the length of samples, unless chunks are shorter than the convolutions.
+        """
+        assert self._chain is not None  # see_context() comes first
+        keys, values = (heads // _head_ranks(self.decay_proj.weight) for heads in (self._key_heads, self._value_heads))
+        before = self.q_conv.weight.shape[1] - 1
+        if step.positions is not None:
+            before = min(before, step.positions // 2)
+        chunks = step.samples * 2 * self._chain.share.ranks
+        features = 2 * keys * self.key_dim + values * self.value_dim
+        ends = chunks * before * features * step.itemsize
+        states = chunks * values * self.key_dim * (self.key_dim + self.value_dim) * max(step.itemsize, 4)
+        kinds: tuple[tuple[bool, Kind], ...] = ((False, "all_gather"), (True, "reduce_scatter"))
+        for backward, kind in kinds:
+            what = "gradients of " if backward else ""
+            yield ContextCall(kind, ends, f"{what}positions before chunks", backward)
+            yield ContextCall(kind, states, f"{what}states of chunks", backward)
+
     def forward(self, hidden: Tensor, documents: Tensor | None = None) -> Tensor:
         """Mix tokens of the same document by the states of the heads.
 
+        Collective over ``cp`` after :meth:`see_context`.
+
         Args:
-            hidden: [B, S, H].
+            hidden: [B, S, H], or this rank's own positions [B, S / cp, H].
             documents: int64 [B, S], number of the document of each token; ``None`` if a sample is one document.
 
         Returns:
-            [B, S, H].
+            The shape of ``hidden``.
         """
-        query = self.q_conv(self.q_proj(hidden), documents).unflatten(-1, (-1, self.key_dim))  # [B, S, K, D_k]
-        key = self.k_conv(self.k_proj(hidden), documents).unflatten(-1, (-1, self.key_dim))  # [B, S, K, D_k]
-        value = self.v_conv(self.v_proj(hidden), documents).unflatten(-1, (-1, self.value_dim))  # [B, S, N, D_v]
+        documents = None if documents is None else counted(documents)
         decay = self.decay(self.decay_proj(hidden))  # [B, S, N]
         beta = self.beta_proj(hidden).sigmoid() * self._strength  # [B, S, N]
-        mixed = self.gated_delta_rule(query, key, value, decay, beta, documents)  # [B, S, N, D_v]
+        inputs = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        layers, chain = (self.q_conv, self.k_conv, self.v_conv), self._chain
+        if chain is None:
+            parts = [layer(x, documents) for layer, x in zip(layers, inputs, strict=True)]
+            mixed = self.gated_delta_rule(*self._heads(*parts), decay, beta, documents)  # [B, S, N, D_v]
+        else:
+            parts = chain.convolve(layers, inputs, documents)
+            mixed = joined(chain.rule(*self._heads(*parts), stacked(decay), stacked(beta), documents))
         gate = self.gate_proj(hidden).unflatten(-1, (-1, self.value_dim))  # [B, S, N, D_v]
         return self.o_proj(self.norm(mixed, gate).flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads [B, S, K, D_k], [B, S, K, D_k] and [B, S, N, D_v] of features."""
+        query, key = (torch.unflatten(x, -1, (-1, self.key_dim)) for x in (query, key))
+        return query, key, torch.unflatten(value, -1, (-1, self.value_dim))
+
+
+def _head_ranks(weight: Tensor) -> int:
+    """Number of ranks of ``tp`` that a weight is split over."""
+    names = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
+    return weight.device_mesh.size(names.index("tp")) if isinstance(weight, DTensor) and "tp" in names else 1
 
 
 class GatedRMSNorm(nn.Module):

@@ -35,18 +35,20 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
-        """Map [B, S, F] to the same shape and dtype.
+        """Map [B, S, F] to the same shape and dtype; sums are computed in float32 or wider.
 
         Args:
             x: [B, S, F].
             documents: int64 [B, S], number of the document of each token; ``None`` if a sample is one document.
         """
         width, length = self.weight.shape[1], x.shape[1]
-        out = x * self.weight[:, -1]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide, weight = x.to(dtype), self.weight.to(dtype)
+        out = wide * weight[:, -1]
         for distance in range(1, min(width, length)):
-            earlier = functional.pad(x, (0, 0, distance, 0))[:, :length]
+            earlier = functional.pad(wide, (0, 0, distance, 0))[:, :length]
             if documents is not None:
                 same = documents[:, distance:] == documents[:, : length - distance]
                 earlier = earlier * functional.pad(same, (distance, 0)).unsqueeze(-1)
-            out = out + earlier * self.weight[:, width - 1 - distance]
-        return functional.silu(out)
+            out = out + earlier * weight[:, width - 1 - distance]
+        return functional.silu(out).to(x.dtype)

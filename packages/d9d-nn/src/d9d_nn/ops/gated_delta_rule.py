@@ -20,7 +20,7 @@ import torch
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 
-__all__ = ["CHUNK", "EPS", "chunked", "gated_delta_rule"]
+__all__ = ["CHUNK", "EPS", "chunked", "chunked_from", "counted", "gated_delta_rule"]
 
 #: Added to the sum of squares of a query or key.
 EPS = 1e-6
@@ -95,6 +95,36 @@ def chunked(
     Returns:
         [B, S, N, D_v] in the dtype of ``value``.
     """
+    return chunked_from(None, query, key, value, decay, beta, documents, chunk=chunk)[0].to(value.dtype)
+
+
+def chunked_from(
+    state: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    documents: Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Gated delta rule in chunks, see :func:`chunked`, from a given state and with the last state as a second result.
+
+    Args:
+        state: state that the first document of each sample continues, float32 or wider [B, N, D_k, D_v]; ``None`` for
+            zeros.
+        query: [B, S, K, D_k].
+        key: [B, S, K, D_k].
+        value: [B, S, N, D_v].
+        decay: float32 [B, S, N].
+        beta: [B, S, N].
+        documents: int64 [B, S]; ``None`` if a sample is one document.
+        chunk: C.
+
+    Returns:
+        Outputs [B, S, N, D_v] and the state after the last position [B, N, D_k, D_v], both float32 or wider.
+    """
     samples, length, heads, width = value.shape
     chunk = min(chunk, length)
     parts = _prepared(query, key, value, beta)
@@ -116,14 +146,14 @@ def chunked(
     last = total[..., -1:]
     keys = k * ((last - total).exp() * hands_on)[..., None]
     keep = (last.exp() * reads[..., -1:])[..., None]
-    state = v.new_zeros(samples, heads, k.shape[-1], width)
+    state = v.new_zeros(samples, heads, k.shape[-1], width) if state is None else state
     outputs = []
     for index in range(q.shape[2]):
         change = changes[:, :, index] - corrections[:, :, index] @ state
         outputs.append(queries[:, :, index] @ state + scores[:, :, index] @ change)
         state = keep[:, :, index] * state + keys[:, :, index].mT @ change
     out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
-    return out.transpose(1, 2).to(value.dtype)
+    return out.transpose(1, 2), state
 
 
 def supports(signature: OpSignature) -> Decision:
@@ -132,12 +162,19 @@ def supports(signature: OpSignature) -> Decision:
         return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(_FLOATS)}")
     if signature.device not in ("cpu", "cuda"):
         return Decision(accept=False, reason=f"triangular systems are not solved on {signature.device}")
-    return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions")
+    return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions", priority=10)
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
     """Build the backend ``chunked``; its function is the same for every signature."""
     return chunked
+
+
+def counted(documents: Tensor) -> Tensor:
+    """Number documents [B, S] from 1 in order, so that positions with equal numbers are adjacent; the same shape."""
+    starts = _starts(documents, documents)
+    assert starts is not None
+    return starts.cumsum(1)
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -179,11 +216,10 @@ def _reach(
     if documents is None:
         one = like.new_ones(1, 1, 1, chunk)
         return earlier.view(1, 1, 1, chunk, chunk), one, one
-    starts = _starts(documents, like)
-    assert starts is not None
     # A document has one number in a sample only if its tokens are adjacent, so borders are counted instead.
-    counted = starts.cumsum(1)
-    places = torch.cat([counted, counted[:, -1:].expand(-1, padding)], dim=1).view(samples, 1, -1, chunk)
-    before = torch.nn.functional.pad(places[..., -1], (1, 0))[..., :-1, None]
+    numbers = counted(documents.to(like.device))
+    places = torch.cat([numbers, numbers[:, -1:].expand(-1, padding)], dim=1).view(samples, 1, -1, chunk)
+    # The first document continues the state before the first chunk.
+    before = torch.nn.functional.pad(places[..., -1], (1, 0), value=1)[..., :-1, None]
     same = earlier & (places[..., :, None] == places[..., None, :])
     return same, (places == before).to(like.dtype), (places == places[..., -1:]).to(like.dtype)

@@ -159,6 +159,8 @@ class _Split:
                 self._rows(whole, child)
             elif style is TensorStyle.VOCAB:
                 self._vocabulary(whole, child)
+            elif style is TensorStyle.HEADS:
+                self._heads(whole, child, heads.get(child_name))
             elif style is TensorStyle.SEQUENCE and isinstance(child, SeesSequence):
                 child.see_sequence(OwnPositions(self.ranks))
                 self._alone(whole, child)
@@ -253,6 +255,17 @@ class _Split:
             self._shard(module, TensorStyle.COLUMN)
             _replace(module, LocalShards(module))
         self.styles |= dict.fromkeys(alike, TensorStyle.COLUMN)
+
+    def _heads(self, name: str, child: nn.Module, heads: int | None) -> None:
+        for parameter, tensor in list(child.named_parameters(recurse=False)):
+            count = len(tensor) if heads is None else heads
+            if count % self.ranks.size:
+                raise BuildError(
+                    f"strategy '{self._strategy}': mesh.tp is {self.ranks.size}, which does not divide the {count} "
+                    f"heads of '{name}'; choose a divisor"
+                )
+            shard(child, parameter, self.mesh, 0)
+        _replace(child, LocalShards(child))
 
     def _rows(self, name: str, child: nn.Module) -> None:
         self._shard(child, TensorStyle.ROW)

@@ -31,41 +31,25 @@ class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
     config = Qwen3MoeConfig
 
     def special_json(self, config: Qwen3MoeConfig) -> dict[str, Any]:
-        """Write the sizes of experts, and which layers are dense."""
-        return {
-            "intermediate_size": config.intermediate_size,
+        """Write the sizes of experts, which layers are dense, and the window."""
+        return experts_json(config) | {
             "attention_bias": config.attention_bias,
             "use_sliding_window": config.sliding_window is not None,
             "sliding_window": config.sliding_window,
-            "moe_intermediate_size": config.moe_intermediate_size,
-            "num_local_experts": config.num_experts,
-            "num_experts": config.num_experts,  # for transformers before 5
-            "num_experts_per_tok": config.experts_per_token,
-            "norm_topk_prob": config.renormalise,
-            "mlp_only_layers": list(config.dense_layers),
-            "decoder_sparse_step": 1,
             "max_window_layers": config.num_layers if config.sliding_window is None else 0,
         }
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Read the fields of :meth:`special_json`; absent fields get the defaults of transformers."""
-        return {
-            "intermediate_size": data["intermediate_size"],
+        return experts_fields(data) | {
             "attention_bias": bool(data.get("attention_bias")),
-            "moe_intermediate_size": data["moe_intermediate_size"],
-            "num_experts": _experts(data),
-            "experts_per_token": data["num_experts_per_tok"],
-            "renormalise": data.get("norm_topk_prob") or False,
-            "dense_layers": _dense_layers(data),
             "head_dim": data.get("head_dim") or 0,
             "sliding_window": _window(data),
         }
 
     def own_fields(self, config: Qwen3MoeConfig) -> dict[str, Any]:
         """Config fields that transformers does not have: balancing, capacity, and the layout of expert files."""
-        defaults = {name: field.default for name, field in Qwen3MoeConfig.model_fields.items()}
-        values = config.model_dump(mode="json", include={"balancing", "capacity", "expert_files"})
-        return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
+        return own_expert_fields(config)
 
     def layers(self, config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> list[Mapper]:
         """Add the mappers of routers and experts, and of SwiGLU if some layers are dense."""
@@ -76,6 +60,44 @@ class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
 
         dense = layer_names(SWIGLU) if config.dense_layers else ()
         return [*super().layers(config, stored), *mixtures(config, stored), *dense]
+
+
+def experts_json(config: Qwen3MoeConfig) -> dict[str, Any]:
+    """Write the ``config.json`` fields of experts and dense layers."""
+    return {
+        "intermediate_size": config.intermediate_size,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "num_local_experts": config.num_experts,
+        "num_experts": config.num_experts,  # for transformers before 5
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.renormalise,
+        "mlp_only_layers": list(config.dense_layers),
+        "decoder_sparse_step": 1,
+    }
+
+
+def experts_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields of :func:`experts_json`; absent fields get the defaults of transformers.
+
+    Raises:
+        CheckpointError: the file contradicts itself, or a value has a wrong type.
+        KeyError: a field is missing.
+    """
+    return {
+        "intermediate_size": data["intermediate_size"],
+        "moe_intermediate_size": data["moe_intermediate_size"],
+        "num_experts": _experts(data),
+        "experts_per_token": data["num_experts_per_tok"],
+        "renormalise": data.get("norm_topk_prob") or False,
+        "dense_layers": _dense_layers(data),
+    }
+
+
+def own_expert_fields(config: Qwen3MoeConfig) -> dict[str, Any]:
+    """Config fields of experts that transformers does not have, as far as they differ from their defaults."""
+    defaults = {name: field.default for name, field in Qwen3MoeConfig.model_fields.items()}
+    values = config.model_dump(mode="json", include={"balancing", "capacity", "expert_files"})
+    return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
 
 
 def _experts(data: Mapping[str, Any]) -> Any:

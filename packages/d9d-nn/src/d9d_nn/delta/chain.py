@@ -1,0 +1,131 @@
+"""Gated DeltaNet on a rank of context parallelism, which has two chunks of each sample's positions.
+
+The state after a chunk is an affine function of the state before it, ``M S + U``, for each head. Each rank computes M
+and U of its own chunks, all ranks gather all of them, and each rank composes the functions of the chunks before its
+own: the exchanged bytes do not depend on the length of samples. The rule runs once, on values with D_k further features
+that are zero, from the state ``[0 | 1]``: its outputs are ``[O | R]`` and its last state is ``[U | M]``, and with the
+state S before the chunk the outputs are ``O + R S``. From the first document border in a chunk on, M and R are zero.
+
+A short convolution needs the last W - 1 positions before each chunk, which are gathered too.
+
+Shapes: B samples, R ranks, L positions of a chunk (S = 2 R L), F features, W positions that a convolution reads, K key
+heads, N value heads, D_k and D_v features of a key and value head. Chunks of a rank are stacked as samples, [2 B, L].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from d9d_core.model import ContextShare
+from torch import Tensor
+from torch.nn import functional
+
+from d9d_nn.delta.short_convolution import ShortConvolution
+from d9d_nn.ops.gated_delta_rule import chunked_from
+
+__all__ = ["ContextChain"]
+
+
+class ContextChain:
+    """Computation of Gated DeltaNet for a rank's own chunks, equal to the computation of whole samples.
+
+    Args:
+        share: share of the positions: two chunks of equal length for each rank, in the order of positions.
+    """
+
+    def __init__(self, share: ContextShare) -> None:
+        self.share = share
+        numbers = torch.arange(2 * share.ranks, device="cpu").unsqueeze(0)
+        #: Indices of this rank's chunks, out of 2 R.
+        self.chunks: list[int] = share.own(numbers)[0].tolist()
+
+    def convolve(
+        self, layers: Sequence[ShortConvolution], inputs: Sequence[Tensor], documents: Tensor | None
+    ) -> list[Tensor]:
+        """Apply short convolutions of equal width. Collective over ``cp``, in forward and backward.
+
+        Args:
+            layers: one convolution for each input.
+            inputs: [B, 2 L, F] each, this rank's positions.
+            documents: int64 [B, S], numbered by :func:`~d9d_nn.ops.gated_delta_rule.counted`; ``None`` if a sample is
+                one document.
+
+        Returns:
+            [2 B, L, F] for each input.
+        """
+        before = layers[0].weight.shape[1] - 1
+        sizes = [one.shape[-1] for one in inputs]
+        halos = torch.split(self._before_chunks(torch.cat(list(inputs), dim=-1), before), sizes, dim=-1)
+        numbers = None if documents is None else self._of_chunks(documents, before)
+        parts = zip(layers, inputs, halos, strict=True)
+        return [layer(torch.cat([halo, stacked(x)], dim=1), numbers)[:, before:] for layer, x, halo in parts]
+
+    def rule(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None
+    ) -> Tensor:
+        """Gated delta rule. Collective over ``cp``, in forward and backward.
+
+        Args:
+            query: [2 B, L, K, D_k].
+            key: [2 B, L, K, D_k].
+            value: [2 B, L, N, D_v].
+            decay: float32 [2 B, L, N].
+            beta: [2 B, L, N].
+            documents: see :meth:`convolve`.
+
+        Returns:
+            [2 B, L, N, D_v] in the dtype of ``value``.
+        """
+        heads, of_keys, of_values = value.shape[2], key.shape[-1], value.shape[-1]
+        identity = torch.eye(of_keys, dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
+        begun = functional.pad(identity, (of_values, 0)).expand(len(value), heads, -1, -1)
+        if documents is not None:
+            # A document that begins with the chunk does not continue the state.
+            numbers = self._of_chunks(documents, 1)
+            begun = begun * (numbers[:, 0] == numbers[:, 1]).view(-1, 1, 1, 1)
+            documents = numbers[:, 1:]
+        out, last = chunked_from(begun, query, key, functional.pad(value, (0, of_keys)), decay, beta, documents)
+        functions = self.share.gather(torch.unflatten(last, 0, (-1, 2)))
+        plain, response = torch.split(out, [of_values, of_keys], dim=-1)
+        read: Tensor = torch.einsum("blnd,bndv->blnv", response, self._states(functions, of_values))
+        return (plain + read).to(value.dtype)
+
+    def _states(self, functions: Tensor, of_values: int) -> Tensor:
+        """States before this rank's chunks [2 B, N, D_k, D_v], from [U | M] of all chunks, [B, 2 R, N, D_k, ...]."""
+        added, factor = torch.split(functions, [of_values, functions.shape[-1] - of_values], dim=-1)
+        states = [torch.zeros_like(added[:, 0])]
+        for chunk in range(max(self.chunks)):
+            states.append(added[:, chunk] + factor[:, chunk] @ states[-1])
+        return torch.stack([states[chunk] for chunk in self.chunks], dim=1).flatten(0, 1)
+
+    def _before_chunks(self, x: Tensor, count: int) -> Tensor:
+        """Last ``count`` positions before each own chunk [2 B, count, F], zeros before a sample, of [B, 2 L, F]."""
+        length = x.shape[1] // 2
+        each = min(length, count)  # with shorter chunks, the gathered positions are the whole sample
+        ends = self.share.gather(
+            torch.unflatten(x, 1, (2, length))[:, :, length - each :].flatten(1, 2)
+        )  # [B, 2 R each, F]
+        found = []
+        for chunk in self.chunks:
+            last = chunk * each
+            there = ends[:, max(0, last - count) : last]
+            found.append(functional.pad(there, (0, 0, count - there.shape[1], 0)))
+        return torch.stack(found, dim=1).flatten(0, 1)
+
+    def _of_chunks(self, documents: Tensor, before: int) -> Tensor:
+        """Documents of each own chunk and of ``before`` positions before it, [2 B, before + L], of [B, S]."""
+        length = documents.shape[1] // (2 * self.share.ranks)
+        padded = functional.pad(documents, (before, 0))
+        found = [padded[:, chunk * length : (chunk + 1) * length + before] for chunk in self.chunks]
+        return torch.stack(found, dim=1).flatten(0, 1)
+
+
+def stacked(x: Tensor) -> Tensor:
+    """Stack a rank's two chunks of positions as samples: [B, 2 L, ...] to [2 B, L, ...]."""
+    return torch.unflatten(x, 1, (2, -1)).flatten(0, 1)
+
+
+def joined(x: Tensor) -> Tensor:
+    """Join chunks that :func:`stacked` separated: [2 B, L, ...] to [B, 2 L, ...]."""
+    return torch.unflatten(x, 0, (-1, 2)).flatten(1, 2)
