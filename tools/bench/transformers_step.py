@@ -2,6 +2,7 @@
 
     python tools/bench/transformers_step.py                           Qwen3, of the sizes that options give
     python tools/bench/transformers_step.py --preset gemma/3-1b       a published size of another model
+    python tools/bench/transformers_step.py --preset gpt_oss/20b --set num_layers=4   the same with other fields
 
 Both have the same sizes and see the same tokens: bfloat16 parameters and optimizer states, fused AdamW. Blocks of steps
 alternate between the two, so that clocks and neighbours disturb both alike.
@@ -28,7 +29,8 @@ from timing import timed
 
 MODULES = (
     "d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin", "d9d_qwen3.plugin",
-    "d9d_llama.plugin", "d9d_gemma.plugin", "d9d_transformers.plugin",
+    "d9d_llama.plugin", "d9d_gemma.plugin", "d9d_deepseek.plugin", "d9d_gpt_oss.plugin", "d9d_qwen3_next.plugin",
+    "d9d_transformers.plugin",
 )  # fmt: skip
 #: Plugins with kernels, which are used where they are installed and run.
 KERNELS = ("d9d_triton.plugin", "d9d_cublas.plugin")
@@ -38,7 +40,8 @@ def models_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Fields of a model of d9d and of transformers', of equal sizes."""
     if options.preset is not None:
         name, _, preset = options.preset.partition("/")
-        own = {"name": name, "preset": preset}
+        changed = {field: json.loads(value) for field, _, value in (text.partition("=") for text in options.set)}
+        own = {"name": name, "preset": preset, **changed}
         registry = Registry.of(*map(importlib.import_module, MODULES))
         spec: Any = registry.find("model", name).spec
         config = spec.config.load().model_validate(own)
@@ -88,6 +91,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--preset", help="model and published size, instead of sizes")
+    parser.add_argument("--set", action="append", default=[], help="field=value of the preset's model; repeatable")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
