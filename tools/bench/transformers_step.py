@@ -3,6 +3,7 @@
     python tools/bench/transformers_step.py                           Qwen3, of the sizes that options give
     python tools/bench/transformers_step.py --preset gemma/3-1b       a published size of another model
     python tools/bench/transformers_step.py --preset gpt_oss/20b --set num_layers=4   the same with other fields
+    python tools/bench/transformers_step.py ... --plain               transformers' own model and loss, without d9d
 
 Both have the same sizes and see the same tokens: bfloat16 parameters and optimizer states, fused AdamW. Blocks of steps
 alternate between the two, so that clocks and neighbours disturb both alike.
@@ -26,6 +27,7 @@ from d9d_engine.job import Job
 from d9d_engine.run.trainer import Trainer
 from random_tokens import Synthetic
 from timing import timed
+from torch import Tensor
 
 MODULES = (
     "d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin", "d9d_qwen3.plugin",
@@ -82,6 +84,32 @@ def trainer_of(model: dict[str, Any], options: argparse.Namespace, directory: st
     return trainer
 
 
+def plain_step(config: dict[str, Any], options: argparse.Namespace) -> Callable[[], Tensor]:
+    """Training step of transformers' own model, with its own loss and torch's fused AdamW."""
+    transformers: Any = importlib.import_module("transformers")
+    fields = {name: value for name, value in config.items() if name != "architectures"}
+    made = transformers.AutoConfig.for_model(**fields)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
+    model.config.use_cache = False
+    run = torch.compile(model) if options.compile else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    print("attention", model.config._attn_implementation, "parameters", sum(p.numel() for p in model.parameters()))  # noqa: SLF001
+
+    def step() -> Tensor:
+        shape = (options.samples, options.sequence)
+        tokens = torch.randint(options.vocabulary, shape, device=device)
+        loss: Tensor = run(input_ids=tokens, labels=tokens).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def main() -> None:
     """Measure, and print one JSON line."""
     parser = argparse.ArgumentParser()
@@ -93,15 +121,20 @@ def main() -> None:
     parser.add_argument("--preset", help="model and published size, instead of sizes")
     parser.add_argument("--set", action="append", default=[], help="field=value of the preset's model; repeatable")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--plain", action="store_true", help="transformers without d9d")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        trainers = {name: trainer_of(model, options, directory) for name, model in models_of(options).items()}
+        models = models_of(options)
+        taken = {name: model for name, model in models.items() if not (options.plain and name == "transformers")}
+        trainers = {name: trainer_of(model, options, directory) for name, model in taken.items()}
     numbers = iter(range(100_000))
 
     def step_of(trainer: Trainer) -> Callable[[], Any]:
         return lambda: trainer.step(next(numbers), trainer.prefetcher.next()).loss
 
     runs = {name: step_of(trainer) for name, trainer in trainers.items()}
+    if options.plain:
+        runs["transformers"] = plain_step(models["transformers"]["config"], options)
     gc.collect()
     gc.freeze()  # like the trainer
     losses = {name: [run().item() for _ in range(3)] for name, run in runs.items()}
