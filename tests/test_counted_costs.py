@@ -23,9 +23,8 @@ SIZES = {
 }  # fmt: skip
 DENSE = {"name": "qwen3", **SIZES, "intermediate_size": 48}
 EXPERTS = {"name": "qwen3_moe", **SIZES, "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 16}
-LATENT = {
-    "name": "deepseek_v3", **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_layers", "max_positions")},
-    "num_attention_heads": 4, "intermediate_size": 48, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+LATENT = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")} | {
+    "name": "deepseek_v3", "intermediate_size": 48, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 12, "first_expert_layer": 1, "num_experts": 4, "experts_per_token": 2,
     "moe_intermediate_size": 16,
 }  # fmt: skip
