@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, Literal
 
-from d9d_moe.balancing.config import Balancing
+from d9d_moe.balancing.config import Balancers
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.presets import TINY, Presets, fill
 from d9d_nn.rope.scaling import Rope
@@ -84,7 +84,7 @@ class DeepSeekConfig(DecoderConfig):
     routed_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Factor of the weights of routed experts. Hugging Face: ``routed_scaling_factor``."""
 
-    balancing: tuple[Balancing, ...] = ()
+    balancing: Balancers = ()
     """Load-balancing methods, at most one of each kind: auxiliary_loss, z_loss, bias_update. Only bias_update changes
     the selection bias, which each router has."""
 
@@ -162,14 +162,6 @@ class DeepSeekConfig(DecoderConfig):
                 f"{value} of {groups} groups have {reachable} experts, fewer than experts_per_token = {chosen}; raise "
                 "top_groups, or lower experts_per_token"
             )
-        return value
-
-    @field_validator("balancing")
-    @classmethod
-    def _one_of_a_kind(cls, value: tuple[Balancing, ...]) -> tuple[Balancing, ...]:
-        names = [balancing.name for balancing in value]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]} appears twice; keep one")
         return value
 
     def has_experts(self, layer: int) -> bool:

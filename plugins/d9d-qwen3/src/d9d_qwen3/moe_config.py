@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from d9d_moe.balancing.config import Balancing, BiasUpdateConfig
+from d9d_moe.balancing.config import Balancers, BiasUpdateConfig
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.presets import TINY, Presets
 from pydantic import Field, ValidationInfo, field_validator
@@ -47,7 +47,7 @@ class Qwen3MoeConfig(DecoderConfig):
     intermediate_size: int = Field(default=0, ge=0, validate_default=True)
     """Hidden features of the feed-forward in dense layers; 0: as many as a token's experts have together."""
 
-    balancing: tuple[Balancing, ...] = ()
+    balancing: Balancers = ()
     """Load-balancing methods, at most one of each kind: auxiliary_loss, z_loss, bias_update."""
 
     capacity: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -79,14 +79,6 @@ class Qwen3MoeConfig(DecoderConfig):
         if len(found) == layers:
             raise ValueError(f"all {layers} layers are dense, none has experts; use the model qwen3")
         return found
-
-    @field_validator("balancing")
-    @classmethod
-    def _one_of_a_kind(cls, value: tuple[Balancing, ...]) -> tuple[Balancing, ...]:
-        names = [balancing.name for balancing in value]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]} appears twice; keep one")
-        return value
 
     @field_validator("intermediate_size")
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from d9d_core.config import PluginConfig, closest
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -68,7 +68,18 @@ def _named(value: Any) -> Any:
 
 
 _Choice = Annotated[AuxiliaryLossConfig | ZLossConfig | BiasUpdateConfig, Field(discriminator="name")]
-#: For a field of a model's config: ``balancing: tuple[Balancing, ...] = ()``. A bare name takes the defaults.
+#: Balancing method of a model's config. A bare name takes the defaults.
 Balancing = Annotated[
     _Choice, BeforeValidator(_named, json_schema_input_type=Literal["z_loss", "bias_update"] | _Choice)
 ]
+
+
+def _one_of_a_kind(value: tuple[Balancing, ...]) -> tuple[Balancing, ...]:
+    names = [balancing.name for balancing in value]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]} appears twice; keep one")
+    return value
+
+
+#: For a field of a model's config: ``balancing: Balancers = ()``.
+Balancers = Annotated[tuple[Balancing, ...], AfterValidator(_one_of_a_kind)]
