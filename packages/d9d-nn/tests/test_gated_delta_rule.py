@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,18 @@ def test_a_decay_that_underflows_empties_the_state(rule: Rule, decay: float) -> 
     out = rule(query, key, value, strong, beta)
     documents = torch.tensor([[0] * 7 + [1] * 13])
     torch.testing.assert_close(out, gated_delta_rule(query, key, value, gentle, beta, documents), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [gated_delta_rule, chunked])
+def test_autocast_does_not_round_states(rule: Rule) -> None:
+    tensors = inputs(1, 80, 2, 2, torch.float32)
+
+    def under_autocast(*arguments: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return rule(*arguments)
+
+    expected, found = (results(one, tensors, None) for one in (rule, under_autocast))
+    assert all(torch.equal(one, wanted) for one, wanted in zip(found, expected, strict=True))
 
 
 def test_narrow_inputs_are_computed_in_float32() -> None:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 
-__all__ = ["CHUNK", "EPS", "chunked", "chunked_from", "counted", "gated_delta_rule"]
+__all__ = ["CHUNK", "EPS", "chunked", "chunked_from", "counted", "gated_delta_rule", "without_autocast"]
 
 #: Added to the sum of squares of a query or key.
 EPS = 1e-6
@@ -52,15 +53,16 @@ def gated_delta_rule(
     samples, length, heads, _ = value.shape
     state = wide_value.new_zeros(samples, heads, key.shape[-1], value.shape[-1])
     outputs = []
-    for position in range(length):
-        one_key, keep = wide_key[:, position], decay[:, position].to(wide_key.dtype).exp()
-        if starts is not None:
-            keep = keep.masked_fill(starts[:, position, None], 0)
-        state = state * keep[..., None, None]
-        known = torch.einsum("bnd,bndv->bnv", one_key, state)
-        change = wide_beta[:, position, :, None] * (wide_value[:, position] - known)
-        state = state + torch.einsum("bnd,bnv->bndv", one_key, change)
-        outputs.append(torch.einsum("bnd,bndv->bnv", wide_query[:, position], state))
+    with without_autocast(value):
+        for position in range(length):
+            one_key, keep = wide_key[:, position], decay[:, position].to(wide_key.dtype).exp()
+            if starts is not None:
+                keep = keep.masked_fill(starts[:, position, None], 0)
+            state = state * keep[..., None, None]
+            known = torch.einsum("bnd,bndv->bnv", one_key, state)
+            change = wide_beta[:, position, :, None] * (wide_value[:, position] - known)
+            state = state + torch.einsum("bnd,bnv->bndv", one_key, change)
+            outputs.append(torch.einsum("bnd,bndv->bnv", wide_query[:, position], state))
     return torch.stack(outputs, dim=1).to(value.dtype)
 
 
@@ -125,12 +127,53 @@ def chunked_from(
     Returns:
         Outputs [B, S, N, D_v] and the state after the last position [B, N, D_k, D_v], both float32 or wider.
     """
+    with without_autocast(value):
+        return _chunks_from(state, *_prepared(query, key, value, beta), decay, documents, min(chunk, value.shape[1]))
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Context without autocast on the device of a tensor; autocast would round the factors of products."""
+    # There is no autocast on meta.
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
+
+
+def supports(signature: OpSignature) -> Decision:
+    """Accept floating-point dtypes on CPU and CUDA; the reference makes a step for each position."""
+    if signature.dtype not in _FLOATS:
+        return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(_FLOATS)}")
+    if signature.device not in ("cpu", "cuda"):
+        return Decision(accept=False, reason=f"triangular systems are not solved on {signature.device}")
+    return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions", priority=10)
+
+
+def build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Build the backend ``chunked``; its function is the same for every signature."""
+    return chunked
+
+
+def counted(documents: Tensor) -> Tensor:
+    """Number documents [B, S] from 1 in order, so that positions with equal numbers are adjacent; the same shape."""
+    starts = _starts(documents, documents)
+    assert starts is not None
+    return starts.cumsum(1)
+
+
+def _chunks_from(
+    state: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    documents: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`chunked_from` of inputs that :func:`_prepared` returned; all have N heads."""
     samples, length, heads, width = value.shape
-    chunk = min(chunk, length)
-    parts = _prepared(query, key, value, beta)
     # Padding at the end changes nothing before it: no decay, no strength.
     padding = -length % chunk
-    q, k, v, b, g = (_in_chunks(part, padding, chunk) for part in (*parts, decay.to(parts[0].dtype)))
+    parts = (query, key, value, beta, decay.to(value.dtype))
+    q, k, v, b, g = (_in_chunks(part, padding, chunk) for part in parts)
     g = g.clamp(min=math.log(torch.finfo(g.dtype).tiny))  # already a factor of 0; sums stay finite and precise
     total = g.cumsum(-1)  # [B, N, chunks, C]
     same, reads, hands_on = _reach(documents, padding, chunk, samples, total)
@@ -154,27 +197,6 @@ def chunked_from(
         state = keep[:, :, index] * state + keys[:, :, index].mT @ change
     out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
     return out.transpose(1, 2), state
-
-
-def supports(signature: OpSignature) -> Decision:
-    """Accept floating-point dtypes on CPU and CUDA; the reference makes a step for each position."""
-    if signature.dtype not in _FLOATS:
-        return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(_FLOATS)}")
-    if signature.device not in ("cpu", "cuda"):
-        return Decision(accept=False, reason=f"triangular systems are not solved on {signature.device}")
-    return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions", priority=10)
-
-
-def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Build the backend ``chunked``; its function is the same for every signature."""
-    return chunked
-
-
-def counted(documents: Tensor) -> Tensor:
-    """Number documents [B, S] from 1 in order, so that positions with equal numbers are adjacent; the same shape."""
-    starts = _starts(documents, documents)
-    assert starts is not None
-    return starts.cumsum(1)
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
