@@ -136,6 +136,7 @@ def test_exchanged_bytes_do_not_depend_on_the_length_and_are_declared(ranks: int
     found = [over_ranks(module, ranks, torch.randn(3, length, HIDDEN), None)[1] for length in (32, 320)]
     assert found[0] == found[1]
     module.see_context(Share(Meeting(ranks), 0))
+    assert module.op_slots() == {}
     for positions in (32 // ranks, None):
         step = StepShape(("forward", "backward"), samples=3, positions=positions, itemsize=4)
         calls = list(module.context_collectives(step))
