@@ -154,7 +154,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma 3": DENSE | {"name": "gemma", "sliding_window": 8, "tie_embeddings": True, "local_rope_theta": 10_000.0},
     "qwen3_5": DENSE | {
         "name": "qwen3_5", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "partial_rotary_factor": 0.5,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+        "partial_rotary_factor": 0.5,
     },
 }  # fmt: skip
 #: Family with experts: as Qwen3.5, with the experts and balancing of Qwen3-MoE, and an expert that all tokens share.
