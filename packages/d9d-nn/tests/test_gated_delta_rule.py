@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.kernel import OpSignature
-from d9d_nn.ops.gated_delta_rule import chunked, chunked_from, gated_delta_rule, supports
+from d9d_nn.ops.gated_delta_rule import _affine_scan, chunked, chunked_from, gated_delta_rule, supports
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -83,6 +83,29 @@ def test_a_rule_continues_from_the_state_of_earlier_positions(
     rest, end = chunked_from(state, *(tensor[:, cut:] for tensor in tensors), documents[:, cut:], chunk=chunk)
     torch.testing.assert_close(rest, whole[:, cut:])
     torch.testing.assert_close(end, last)
+
+
+def test_a_compiler_sees_a_graph_that_does_not_grow_with_the_number_of_chunks() -> None:
+    sizes = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        sizes.append(len(graph.graph.nodes))
+        return graph
+
+    for length in (40, 400):
+        torch._dynamo.reset()
+        tensors = [tensor.detach() for tensor in inputs(1, length, 1, 1, torch.float32)]
+        found = torch.compile(chunked, backend=count, fullgraph=True)(*tensors, chunk=20)
+        torch.testing.assert_close(found, chunked(*tensors, chunk=20))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of opcheck itself
+def test_the_scan_over_chunks_is_a_sound_op() -> None:
+    factors, added, begun = (torch.randn(2, 3, *size, dtype=torch.float64) for size in ((4, 2, 2), (4, 2, 5), (2, 5)))
+    tensors = tuple(tensor.requires_grad_() for tensor in (factors, added, begun))
+    torch.library.opcheck(_affine_scan, tensors)
+    assert torch.autograd.gradcheck(_affine_scan, tensors)
 
 
 @pytest.mark.parametrize("rule", [gated_delta_rule, chunked])

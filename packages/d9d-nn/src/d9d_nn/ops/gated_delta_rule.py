@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from d9d_core.kernel import Decision, OpSignature
@@ -190,13 +191,61 @@ def _chunks_from(
     keys = k * ((last - total).exp() * hands_on)[..., None]
     keep = (last.exp() * reads[..., -1:])[..., None]
     state = v.new_zeros(samples, heads, k.shape[-1], width) if state is None else state
-    outputs = []
-    for index in range(q.shape[2]):
-        change = changes[:, :, index] - corrections[:, :, index] @ state
-        outputs.append(queries[:, :, index] @ state + scores[:, :, index] @ change)
-        state = keep[:, :, index] * state + keys[:, :, index].mT @ change
-    out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
-    return out.transpose(1, 2), state
+    # Only states go from chunk to chunk, each an affine function of the last one; the outputs follow in one product.
+    factors = keep * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - keys.mT @ corrections
+    states = _affine_scan(factors, keys.mT @ changes, state)
+    before = states[:, :, :-1]
+    out = queries @ before + scores @ (changes - corrections @ before)
+    return out.flatten(2, 3)[:, :, :length].transpose(1, 2), states[:, :, -1]
+
+
+# Ops of their own, because a compiler would unroll the loops over all chunks of a sample.
+@torch.library.custom_op("d9d_nn::affine_scan", mutates_args=())
+def _affine_scan(factors: Tensor, added: Tensor, begun: Tensor) -> Tensor:
+    """States ``S[i + 1] = factors[i] S[i] + added[i]``, with ``S[0] = begun``.
+
+    Shapes: factors [B, N, chunks, D_k, D_k], added [B, N, chunks, D_k, D_v], begun [B, N, D_k, D_v]; the result is
+    [B, N, chunks + 1, D_k, D_v].
+    """
+    states = [begun]
+    for factor, more in zip(factors.unbind(2), added.unbind(2), strict=True):
+        states.append(factor @ states[-1] + more)
+    return torch.stack(states, dim=2)
+
+
+@torch.library.custom_op("d9d_nn::affine_scan_gradients", mutates_args=())
+def _affine_scan_gradients(grad: Tensor, factors: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the factors, of the added matrices and of the first state, from the gradient of all states."""
+    total, found = grad[:, :, -1], []
+    for chunk in reversed(range(factors.shape[2])):
+        found.append(total)
+        total = grad[:, :, chunk] + factors[:, :, chunk].mT @ total
+    of_added = torch.stack(found[::-1], dim=2)
+    return of_added @ states[:, :, :-1].mT, of_added, total
+
+
+@_affine_scan.register_fake
+def _fake_scan(_factors: Tensor, added: Tensor, _begun: Tensor) -> Tensor:
+    samples, heads, chunks, *state = added.shape
+    return added.new_empty(samples, heads, chunks + 1, *state)
+
+
+@_affine_scan_gradients.register_fake
+def _fake_gradients(grad: Tensor, factors: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(factors), states.new_empty(states[:, :, 1:].shape), grad.new_empty(grad[:, :, 0].shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    factors, states = ctx.saved_tensors
+    gradients: tuple[Tensor, Tensor, Tensor] = _affine_scan_gradients(grad, factors, states)
+    return gradients
+
+
+_affine_scan.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
