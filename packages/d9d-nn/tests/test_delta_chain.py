@@ -55,14 +55,17 @@ def layer(dtype: torch.dtype = torch.float64, **options: Any) -> GatedDeltaNet:
     return GatedDeltaNet(HIDDEN, **HEADS, std=0.5, output_std=0.5, norm_eps=1e-6, **options).to(dtype)
 
 
-def over_ranks(module: GatedDeltaNet, ranks: int, hidden: Tensor, documents: Tensor | None) -> tuple[Tensor, int]:
+def over_ranks(
+    module: GatedDeltaNet, ranks: int, hidden: Tensor, documents: Tensor | None, *, autocast: bool = False
+) -> tuple[Tensor, int]:
     """Output of all positions, and the bytes of the tensors that a rank gathers."""
     meeting = Meeting(ranks)
 
     def of_rank(rank: int) -> Tensor:
         share, own = Share(meeting, rank), copy.copy(module)
         own.see_context(share)
-        out: Tensor = own(share.own(hidden), documents)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):  # of one thread
+            out: Tensor = own(share.own(hidden), documents)
         return out
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -108,6 +111,15 @@ def test_long_chunks_in_float32_are_close_to_one_process(packed: bool) -> None:
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_autocast_rounds_as_much_over_ranks_as_in_one_process() -> None:
+    module, hidden = layer(torch.float32), torch.randn(2, 48, HIDDEN)
+    exact = module(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = module(hidden)
+        meeting = over_ranks(module, 2, hidden, None, autocast=True)[0]
+    assert (meeting - alone).norm() < 0.2 * (alone - exact).norm()
+
+
 def test_no_rank_reads_another_document() -> None:
     module, documents = layer(), torch.tensor([[0] * 7 + [1] + [2] * 16])
     hidden = torch.randn(1, 24, HIDDEN, dtype=torch.float64)
@@ -124,6 +136,7 @@ def test_exchanged_bytes_do_not_depend_on_the_length_and_are_declared(ranks: int
     found = [over_ranks(module, ranks, torch.randn(3, length, HIDDEN), None)[1] for length in (32, 320)]
     assert found[0] == found[1]
     module.see_context(Share(Meeting(ranks), 0))
+    assert module.op_slots() == {}
     for positions in (32 // ranks, None):
         step = StepShape(("forward", "backward"), samples=3, positions=positions, itemsize=4)
         calls = list(module.context_collectives(step))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from d9d_core.kernel import OpSignature
-from d9d_nn.ops.gated_delta_rule import chunked, chunked_from, gated_delta_rule, supports
+from d9d_nn.ops.gated_delta_rule import _affine_scan, chunked, chunked_from, gated_delta_rule, supports
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -84,6 +85,29 @@ def test_a_rule_continues_from_the_state_of_earlier_positions(
     torch.testing.assert_close(end, last)
 
 
+def test_a_compiler_sees_a_graph_that_does_not_grow_with_the_number_of_chunks() -> None:
+    sizes = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        sizes.append(len(graph.graph.nodes))
+        return graph
+
+    for length in (40, 400):
+        torch._dynamo.reset()
+        tensors = [tensor.detach() for tensor in inputs(1, length, 1, 1, torch.float32)]
+        found = torch.compile(chunked, backend=count, fullgraph=True)(*tensors, chunk=20)
+        torch.testing.assert_close(found, chunked(*tensors, chunk=20))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of opcheck itself
+def test_the_scan_over_chunks_is_a_sound_op() -> None:
+    factors, added, begun = (torch.randn(2, 3, *size, dtype=torch.float64) for size in ((4, 2, 2), (4, 2, 5), (2, 5)))
+    tensors = tuple(tensor.requires_grad_() for tensor in (factors, added, begun))
+    torch.library.opcheck(_affine_scan, tensors)
+    assert torch.autograd.gradcheck(_affine_scan, tensors)
+
+
 @pytest.mark.parametrize("rule", [gated_delta_rule, chunked])
 def test_documents_are_computed_as_if_they_were_alone(rule: Rule) -> None:
     documents = torch.tensor([[4] * 5 + [9] + [2] * 70, [7] * 64 + [3] * 12])
@@ -121,6 +145,18 @@ def test_a_decay_that_underflows_empties_the_state(rule: Rule, decay: float) -> 
     out = rule(query, key, value, strong, beta)
     documents = torch.tensor([[0] * 7 + [1] * 13])
     torch.testing.assert_close(out, gated_delta_rule(query, key, value, gentle, beta, documents), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [gated_delta_rule, chunked])
+def test_autocast_does_not_round_states(rule: Rule) -> None:
+    tensors = inputs(1, 80, 2, 2, torch.float32)
+
+    def under_autocast(*arguments: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return rule(*arguments)
+
+    expected, found = (results(one, tensors, None) for one in (rule, under_autocast))
+    assert all(torch.equal(one, wanted) for one, wanted in zip(found, expected, strict=True))
 
 
 def test_narrow_inputs_are_computed_in_float32() -> None:

@@ -12,6 +12,7 @@ import torch
 from d9d_core.cost import Share
 from d9d_core.errors import BuildError, CheckpointError
 from d9d_core.model import Stage
+from d9d_nn.ops.gated_delta_rule import chunked
 from d9d_qwen3_next.config import AnyConfig, tiny, tiny_dense, tiny_moe
 from d9d_qwen3_next.costs import stage_cost
 from d9d_qwen3_next.model import Qwen3Next
@@ -20,6 +21,8 @@ from d9d_testing.suites.support.models import export_to, random_model
 from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 SPECS = {spec.name: spec for spec in d9d_models()}
 TINY: dict[str, AnyConfig] = {"qwen3_next": tiny(), "qwen3_5": tiny_dense(), "qwen3_5_moe": tiny_moe()}
@@ -220,6 +223,28 @@ def test_impossible_sizes_are_refused(fields: dict[str, Any], said: str) -> None
 def test_key_heads_that_tp_does_not_divide_have_no_cost() -> None:
     with pytest.raises(BuildError, match=r"mesh\.tp is 4, which does not divide the 2 key heads of Gated DeltaNet"):
         stage_cost(TINY["qwen3_5"], Stage(), Share(1, 64, tensor=4))
+
+
+def test_the_cost_of_the_rule_is_that_of_its_products_and_kept_tensors() -> None:
+    config = SPECS["qwen3_5"].config.load().model_validate({"preset": "9b", "linear_num_value_heads": 16})
+    length, heads, features, chunk = 128, 16, 128, 64
+    blocks = stage_cost(config, Stage(), Share(1, length)).blocks
+    (cost,) = {op for block in blocks for op in block.ops if op.name == "gated delta rule"}
+    tensors = [torch.randn(1, length, heads, features, requires_grad=True) for _ in range(3)]
+    gates = [(sign * torch.rand(1, length, heads)).requires_grad_() for sign in (-1, 1)]
+    stored: dict[int, Tensor] = {}  # the tensors, so that no address is used twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        stored[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        chunked(*tensors, *gates)
+    # The counter leaves out the triangular systems, and the products inside of the scan over chunks.
+    others = length * heads * (chunk * 2 * features + 2 * features**3 / chunk)
+    assert counter.get_total_flops() == cost.flops - others
+    bytes_ = sum(tensor.untyped_storage().nbytes() for tensor in stored.values())
+    assert bytes_ == pytest.approx(cost.kept, rel=0.1)
 
 
 def test_each_model_type_has_an_example() -> None:

@@ -99,9 +99,12 @@ def _rule(config: HybridConfig, share: Share, heads: int) -> OpCost:
     """Cost of the gated delta rule in chunks; under ``cp``, on values with the features of a key besides their own."""
     of_key = config.linear_key_head_dim
     of_value = config.linear_value_head_dim + (of_key if share.context > 1 else 0)
-    # For each position: products with the keys of its chunk, a triangular system, and products with the state.
-    flops = 2 * (_CHUNK * (2 * of_key + of_value) + 3 * of_key * of_value) + _CHUNK * (of_key + of_value)
-    numbers = 6 * of_key + 5 * of_value + 4 * _CHUNK + 2 * of_key * of_value / _CHUNK
+    # For each position: products with the keys of its chunk, with states and for them; a triangular system. For each
+    # chunk: a product of the last state.
+    products = _CHUNK * (2 * of_key + of_value) + of_key * (3 * of_value + of_key) + of_key**2 * of_value / _CHUNK
+    flops = 2 * products + _CHUNK * (of_key + of_value)
+    # As many as autograd keeps for heads of 128 features.
+    numbers = 10 * of_key + 7 * of_value + 7 * _CHUNK + of_key * (of_key + 2 * of_value) / _CHUNK
     kept = _FLOAT32 * share.tokens * heads * numbers
     weights = tuple(Weight(f"attention.decay.{name}", (heads,), cut=0) for name in ("A_log", "dt_bias"))
     total = share.tokens * heads * flops

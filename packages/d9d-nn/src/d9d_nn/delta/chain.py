@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.delta.short_convolution import ShortConvolution
-from d9d_nn.ops.gated_delta_rule import chunked_from
+from d9d_nn.ops.gated_delta_rule import chunked_from, without_autocast
 
 __all__ = ["ContextChain"]
 
@@ -88,7 +88,8 @@ class ContextChain:
         out, last = chunked_from(begun, query, key, functional.pad(value, (0, of_keys)), decay, beta, documents)
         functions = self.share.gather(torch.unflatten(last, 0, (-1, 2)))
         plain, response = torch.split(out, [of_values, of_keys], dim=-1)
-        read: Tensor = torch.einsum("blnd,bndv->blnv", response, self._states(functions, of_values))
+        with without_autocast(value):
+            read: Tensor = torch.einsum("blnd,bndv->blnv", response, self._states(functions, of_values))
         return (plain + read).to(value.dtype)
 
     def _states(self, functions: Tensor, of_values: int) -> Tensor:

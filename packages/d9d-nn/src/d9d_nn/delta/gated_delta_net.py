@@ -92,8 +92,8 @@ class GatedDeltaNet(nn.Module):
         )  # fmt: skip
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the op ``gated_delta_rule``."""
-        return {"gated_delta_rule": self.gated_delta_rule}
+        """Slot of the op ``gated_delta_rule``; none under context parallelism, which has its own rule."""
+        return {"gated_delta_rule": self.gated_delta_rule} if self._chain is None else {}
 
     def divisibility(self) -> Mapping[str, Mapping[str, int]]:
         """Number of key heads, which must be divisible by the number of ranks of ``tp``."""

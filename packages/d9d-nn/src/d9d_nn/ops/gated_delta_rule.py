@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 
-__all__ = ["CHUNK", "EPS", "chunked", "chunked_from", "counted", "gated_delta_rule"]
+__all__ = ["CHUNK", "EPS", "chunked", "chunked_from", "counted", "gated_delta_rule", "without_autocast"]
 
 #: Added to the sum of squares of a query or key.
 EPS = 1e-6
@@ -52,15 +54,16 @@ def gated_delta_rule(
     samples, length, heads, _ = value.shape
     state = wide_value.new_zeros(samples, heads, key.shape[-1], value.shape[-1])
     outputs = []
-    for position in range(length):
-        one_key, keep = wide_key[:, position], decay[:, position].to(wide_key.dtype).exp()
-        if starts is not None:
-            keep = keep.masked_fill(starts[:, position, None], 0)
-        state = state * keep[..., None, None]
-        known = torch.einsum("bnd,bndv->bnv", one_key, state)
-        change = wide_beta[:, position, :, None] * (wide_value[:, position] - known)
-        state = state + torch.einsum("bnd,bnv->bndv", one_key, change)
-        outputs.append(torch.einsum("bnd,bndv->bnv", wide_query[:, position], state))
+    with without_autocast(value):
+        for position in range(length):
+            one_key, keep = wide_key[:, position], decay[:, position].to(wide_key.dtype).exp()
+            if starts is not None:
+                keep = keep.masked_fill(starts[:, position, None], 0)
+            state = state * keep[..., None, None]
+            known = torch.einsum("bnd,bndv->bnv", one_key, state)
+            change = wide_beta[:, position, :, None] * (wide_value[:, position] - known)
+            state = state + torch.einsum("bnd,bnv->bndv", one_key, change)
+            outputs.append(torch.einsum("bnd,bndv->bnv", wide_query[:, position], state))
     return torch.stack(outputs, dim=1).to(value.dtype)
 
 
@@ -125,35 +128,14 @@ def chunked_from(
     Returns:
         Outputs [B, S, N, D_v] and the state after the last position [B, N, D_k, D_v], both float32 or wider.
     """
-    samples, length, heads, width = value.shape
-    chunk = min(chunk, length)
-    parts = _prepared(query, key, value, beta)
-    # Padding at the end changes nothing before it: no decay, no strength.
-    padding = -length % chunk
-    q, k, v, b, g = (_in_chunks(part, padding, chunk) for part in (*parts, decay.to(parts[0].dtype)))
-    g = g.clamp(min=math.log(torch.finfo(g.dtype).tiny))  # already a factor of 0; sums stay finite and precise
-    total = g.cumsum(-1)  # [B, N, chunks, C]
-    same, reads, hands_on = _reach(documents, padding, chunk, samples, total)
-    # Exponents of hidden pairs may overflow, so they are masked first.
-    gamma = (total[..., :, None] - total[..., None, :]).masked_fill(~same, -torch.inf).exp()
-    read = (total.exp() * reads)[..., None]  # decay from the state of the last chunk
-    system = b[..., None] * gamma * (k @ k.mT)
-    right = b[..., None] * torch.cat([v, k * read], dim=-1)
-    # The solver reads only the entries below the diagonal, and takes the diagonal as ones.
-    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
-    changes, corrections = solved.split([width, solved.shape[-1] - width], dim=-1)
-    scores, queries = gamma * (q @ k.mT), q * read
-    last = total[..., -1:]
-    keys = k * ((last - total).exp() * hands_on)[..., None]
-    keep = (last.exp() * reads[..., -1:])[..., None]
-    state = v.new_zeros(samples, heads, k.shape[-1], width) if state is None else state
-    outputs = []
-    for index in range(q.shape[2]):
-        change = changes[:, :, index] - corrections[:, :, index] @ state
-        outputs.append(queries[:, :, index] @ state + scores[:, :, index] @ change)
-        state = keep[:, :, index] * state + keys[:, :, index].mT @ change
-    out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
-    return out.transpose(1, 2), state
+    with without_autocast(value):
+        return _chunks_from(state, *_prepared(query, key, value, beta), decay, documents, min(chunk, value.shape[1]))
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Context without autocast on the device of a tensor; autocast would round the factors of products."""
+    # There is no autocast on meta.
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def supports(signature: OpSignature) -> Decision:
@@ -175,6 +157,95 @@ def counted(documents: Tensor) -> Tensor:
     starts = _starts(documents, documents)
     assert starts is not None
     return starts.cumsum(1)
+
+
+def _chunks_from(
+    state: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    documents: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`chunked_from` of inputs that :func:`_prepared` returned; all have N heads."""
+    samples, length, heads, width = value.shape
+    # Padding at the end changes nothing before it: no decay, no strength.
+    padding = -length % chunk
+    parts = (query, key, value, beta, decay.to(value.dtype))
+    q, k, v, b, g = (_in_chunks(part, padding, chunk) for part in parts)
+    g = g.clamp(min=math.log(torch.finfo(g.dtype).tiny))  # already a factor of 0; sums stay finite and precise
+    total = g.cumsum(-1)  # [B, N, chunks, C]
+    same, reads, hands_on = _reach(documents, padding, chunk, samples, total)
+    # Exponents of hidden pairs may overflow, so they are masked first.
+    gamma = (total[..., :, None] - total[..., None, :]).masked_fill(~same, -torch.inf).exp()
+    read = (total.exp() * reads)[..., None]  # decay from the state of the last chunk
+    system = b[..., None] * gamma * (k @ k.mT)
+    right = b[..., None] * torch.cat([v, k * read], dim=-1)
+    # The solver reads only the entries below the diagonal, and takes the diagonal as ones.
+    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    changes, corrections = solved.split([width, solved.shape[-1] - width], dim=-1)
+    scores, queries = gamma * (q @ k.mT), q * read
+    last = total[..., -1:]
+    keys = k * ((last - total).exp() * hands_on)[..., None]
+    keep = (last.exp() * reads[..., -1:])[..., None]
+    state = v.new_zeros(samples, heads, k.shape[-1], width) if state is None else state
+    # Only states go from chunk to chunk, each an affine function of the last one; the outputs follow in one product.
+    factors = keep * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - keys.mT @ corrections
+    states = _affine_scan(factors, keys.mT @ changes, state)
+    before = states[:, :, :-1]
+    out = queries @ before + scores @ (changes - corrections @ before)
+    return out.flatten(2, 3)[:, :, :length].transpose(1, 2), states[:, :, -1]
+
+
+# Ops of their own, because a compiler would unroll the loops over all chunks of a sample.
+@torch.library.custom_op("d9d_nn::affine_scan", mutates_args=())
+def _affine_scan(factors: Tensor, added: Tensor, begun: Tensor) -> Tensor:
+    """States ``S[i + 1] = factors[i] S[i] + added[i]``, with ``S[0] = begun``.
+
+    Shapes: factors [B, N, chunks, D_k, D_k], added [B, N, chunks, D_k, D_v], begun [B, N, D_k, D_v]; the result is
+    [B, N, chunks + 1, D_k, D_v].
+    """
+    states = [begun]
+    for factor, more in zip(factors.unbind(2), added.unbind(2), strict=True):
+        states.append(factor @ states[-1] + more)
+    return torch.stack(states, dim=2)
+
+
+@torch.library.custom_op("d9d_nn::affine_scan_gradients", mutates_args=())
+def _affine_scan_gradients(grad: Tensor, factors: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the factors, of the added matrices and of the first state, from the gradient of all states."""
+    total, found = grad[:, :, -1], []
+    for chunk in reversed(range(factors.shape[2])):
+        found.append(total)
+        total = grad[:, :, chunk] + factors[:, :, chunk].mT @ total
+    of_added = torch.stack(found[::-1], dim=2)
+    return of_added @ states[:, :, :-1].mT, of_added, total
+
+
+@_affine_scan.register_fake
+def _fake_scan(_factors: Tensor, added: Tensor, _begun: Tensor) -> Tensor:
+    samples, heads, chunks, *state = added.shape
+    return added.new_empty(samples, heads, chunks + 1, *state)
+
+
+@_affine_scan_gradients.register_fake
+def _fake_gradients(grad: Tensor, factors: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(factors), states.new_empty(states[:, :, 1:].shape), grad.new_empty(grad[:, :, 0].shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    factors, states = ctx.saved_tensors
+    gradients: tuple[Tensor, Tensor, Tensor] = _affine_scan_gradients(grad, factors, states)
+    return gradients
+
+
+_affine_scan.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
