@@ -113,6 +113,7 @@ DECLARED = (
     *("d9d_nn.delta.gated_delta_net", "d9d_nn.delta.gates", "d9d_nn.delta.short_convolution"),
     "d9d_nn.geglu",
     *("d9d_nn.heads.causal_lm", "d9d_nn.heads.config", "d9d_nn.heads.heads", "d9d_nn.heads.layer_mean"),
+    "d9d_nn.heads.pooling",
     *("d9d_nn.ops.add_rms_norm", "d9d_nn.ops.attention.slot", "d9d_nn.ops.attention_inputs", "d9d_nn.ops.deferred"),
     *("d9d_nn.ops.gated_delta_rule", "d9d_nn.ops.gelu_mul", "d9d_nn.ops.grouped_linear"),
     *("d9d_nn.ops.linear_cross_entropy", "d9d_nn.ops.normed_rope", "d9d_nn.ops.rms_norm", "d9d_nn.ops.rope"),

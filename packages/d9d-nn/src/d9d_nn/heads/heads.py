@@ -15,7 +15,9 @@ from d9d_nn.heads.config import (
     ClassificationHeadConfig,
     EmbeddingHeadConfig,
     HeadConfig,
+    HeadSizes,
     HiddenStatesHeadConfig,
+    PluginHeadConfig,
     TokenClassificationHeadConfig,
     head_reads,
 )
@@ -44,7 +46,7 @@ class Heads(nn.ModuleDict):
 
     def __init__(
         self,
-        configs: Mapping[str, HeadConfig],
+        configs: Mapping[str, HeadConfig | PluginHeadConfig],
         *,
         hidden_size: int,
         vocabulary: int,
@@ -78,6 +80,8 @@ class Heads(nn.ModuleDict):
                 )
             elif isinstance(config, HiddenStatesHeadConfig):
                 self[name] = HiddenStatesHead()
+            elif isinstance(config, PluginHeadConfig):
+                self[name] = config.build(HeadSizes(hidden_size, vocabulary, std))
             else:
                 self[name] = CausalLMHead(
                     hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens, softcap=softcap
@@ -135,5 +139,5 @@ class Heads(nn.ModuleDict):
         return outputs
 
 
-def _returns_each(config: HeadConfig) -> bool:
+def _returns_each(config: HeadConfig | PluginHeadConfig) -> bool:
     return isinstance(config, HiddenStatesHeadConfig) and config.aggregation == "none"

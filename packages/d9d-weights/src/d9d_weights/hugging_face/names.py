@@ -125,12 +125,15 @@ def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
     }
     for theirs in sorted((published | {_LM_HEAD}) - used):
         yield Drop(theirs, optional=True)  # heads that the model does not have
+    for name, head in stored.heads.items():
+        if head.kind not in ("causal_lm", *_PARTS) and not any(one.startswith(f"heads.{name}.") for one in used):
+            yield Drop(f"heads.{name}.{{rest*}}", optional=True)  # a head of a plugin, whose parameters are unknown
 
 
 def _parts(head: Head) -> tuple[str, ...]:
-    """Parameters of a head that is no language model."""
+    """Parameters of a head that is no language model; a head of a plugin names its own."""
     without = head.kind == "embedding" and getattr(head, "projection", None) is None
-    return () if without else _PARTS.get(head.kind, ())
+    return () if without else _PARTS.get(head.kind, getattr(head, "parameters", ()))
 
 
 def _tensors(head: str, config: LanguageModel) -> list[str]:
