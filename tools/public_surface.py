@@ -111,7 +111,7 @@ DECLARED = (
     *("d9d_nn.causal_lm.config", "d9d_nn.classification.config", "d9d_nn.contrastive.config"),
     *("d9d_nn.distillation.config", "d9d_nn.inference.config", "d9d_nn.preference.config"),
     *("d9d_nn.delta.gated_delta_net", "d9d_nn.delta.gates", "d9d_nn.delta.short_convolution"),
-    "d9d_nn.geglu",
+    *("d9d_nn.geglu", "d9d_nn.grouped_linear"),
     *("d9d_nn.heads.causal_lm", "d9d_nn.heads.config", "d9d_nn.heads.heads", "d9d_nn.heads.layer_mean"),
     "d9d_nn.heads.pooling",
     *("d9d_nn.ops.add_rms_norm", "d9d_nn.ops.attention.slot", "d9d_nn.ops.attention_inputs", "d9d_nn.ops.deferred"),
