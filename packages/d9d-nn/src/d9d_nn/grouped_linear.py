@@ -32,8 +32,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.std = std
         self.weight = nn.Parameter(torch.empty(groups, in_features, out_features))
-        facts = {"in_features": in_features, "out_features": out_features, "experts": groups}
-        self.product = OpSlot("grouped_linear", grouped_linear, **facts)
+        self.product = OpSlot(
+            "grouped_linear", grouped_linear, in_features=in_features, out_features=out_features, experts=groups
+        )
         self.terms = nn.ModuleDict()
         self._deferral: Deferral | None = None
         self.reset_parameters()
