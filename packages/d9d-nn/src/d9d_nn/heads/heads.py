@@ -37,7 +37,7 @@ class Heads(nn.ModuleDict):
         num_layers: number of layers of the whole model.
         std: standard deviation of the initial weights.
         tied: whether causal_lm heads take the embedding's weight.
-        added_tokens: number of last words with a separate parameter in a causal_lm head.
+        added_tokens: last words with separate parameters in a causal_lm head.
         softcap: soft cap of the logits of causal_lm heads; ``None`` for no cap.
 
     Raises:
@@ -53,7 +53,7 @@ class Heads(nn.ModuleDict):
         num_layers: int,
         std: float,
         tied: bool = False,
-        added_tokens: int = 0,
+        added_tokens: int | Mapping[str, int] = 0,
         softcap: float | None = None,
     ) -> None:
         super().__init__()
