@@ -120,6 +120,9 @@ _OF_GPT_OSS = (
     Layout("replicate 2", {"dp_replicate": 2}, ["replicate"]),
     Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"]),
     Layout("fsdp 2, ep 2", {"dp_shard": 2, "ep": 2}, ["fsdp", "expert_parallel"]),
+    Layout(
+        "fsdp 2, ep 2, separate", {"dp_shard": 2, "ep": 2}, ["fsdp", {"name": "expert_parallel", "combine": "separate"}]
+    ),
     Layout("tp 2", {"tp": 2}, ["tensor_parallel"]),
     Layout("cp 2, ring", {"cp": 2}, [{"name": "context_parallel", "method": "ring"}]),
     Layout("cp 2, ulysses", {"cp": 2}, [{"name": "context_parallel", "method": "ulysses"}]),

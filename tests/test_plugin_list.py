@@ -46,7 +46,7 @@ def test_the_page_is_up_to_date_and_every_extension_point_has_two_implementation
     rows = re.findall(
         r"^\| [a-z ]+ \| `d9d_\w+` \| (\d+) \| (.+) \|$", (ROOT / "docs/plugins-list.md").read_text(), re.M
     )
-    assert len(rows) == 20
+    assert len(rows) == 21
     for count, examples in rows:
         assert examples != "none"
         assert int(count) + examples.count("`") // 2 >= 2

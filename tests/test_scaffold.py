@@ -123,7 +123,8 @@ def test_a_scaffold_is_complete_and_small(kind: str) -> None:
         if path.endswith(".py"):
             ast.parse(text)
             assert max(map(len, text.splitlines()), default=0) <= 120, path
-    assert ("Ref(" in files["src/acme_thing/plugin.py"]) == (KINDS[kind].module and KINDS[kind].entry != "")
+    refers = KINDS[kind].configured or (KINDS[kind].module and KINDS[kind].entry != "")
+    assert ("Ref(" in files["src/acme_thing/plugin.py"]) == refers
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_a_model_with_all_of_it_is_split_as_one_process_computes_it(table: Modul
     [
         {"tie_embeddings": True},
         {"attention_bias": True, "sliding_window": 8, "sliding_from_layer": 1},
-        {"vocab_size": 258, "added_tokens": 3},
+        {"vocab_size": 258, "added_tokens": {"first": 2, "second": 1}},
         {"vocab_size": 258, "added_tokens": 3, "tie_embeddings": True},
         {"num_key_value_heads": 1},
     ],

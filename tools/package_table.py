@@ -34,6 +34,7 @@ WORDS = {
     "tracker": ("tracker", "trackers"),
     "writer": ("writer", "writers"),
     "subscriber": ("subscriber", "subscribers"),
+    "head": ("head", "heads"),
     "launcher": ("launcher", "launchers"),
 }
 #: Packages that come first in the table: foundation, then d9d-nn; the others follow by name.

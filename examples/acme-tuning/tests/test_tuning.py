@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from acme_tuning.config import CosineRestartsConfig, HostActivationsConfig, NormsConfig, SignumConfig
+from acme_tuning.config import CosineRestartsConfig, HostActivationsConfig, NormsConfig, SignumConfig, TwoEndsConfig
 from acme_tuning.cosine_restarts import cosine_restarts
 from acme_tuning.host_activations import HostActivations
 from acme_tuning.norms import Norms
@@ -14,6 +14,7 @@ from acme_tuning.v_gpipe import programs
 from d9d_core.errors import BuildError
 from d9d_core.schedule import count_stages
 from d9d_engine.distributed.mesh import Topology
+from d9d_nn.heads.heads import Heads
 from torch import nn
 
 
@@ -33,6 +34,12 @@ def test_each_cycle_starts_at_the_full_rate_and_is_longer() -> None:
     even = cosine_restarts(CosineRestartsConfig(cycle=4, growth=1, floor=0.2), 100)
     assert even(400) == 1.0
     assert even(402) == pytest.approx(0.6)
+
+
+def test_a_text_is_its_first_and_its_last_state() -> None:
+    heads = Heads({"ends": TwoEndsConfig()}, hidden_size=3, vocabulary=7, num_layers=1, std=0.1)
+    hidden = torch.arange(12.0).view(1, 4, 3)
+    assert heads(hidden, {}, lengths=torch.tensor([2]))["embedding"].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
 
 
 def test_only_norms_train() -> None:

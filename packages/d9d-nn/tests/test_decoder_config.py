@@ -68,6 +68,9 @@ def test_a_config_has_the_documented_defaults() -> None:
         "heads": {"causal_lm": {"kind": "causal_lm"}},
     }
     assert config(added_tokens=100).added_tokens == 100
+    assert config(added_tokens={"images": 2, "tools": 1}).added_tokens == {"images": 2, "tools": 1}
+    assert config(added_tokens={"added": 4}) == config(added_tokens=4)
+    assert config(added_tokens={}) == config()
     assert config().feed_forward_parameters(0) == 360
     assert config().biased_projections() == frozenset()
     assert config(attention_bias=True).biased_projections() == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -80,6 +83,11 @@ def test_a_config_has_the_documented_defaults() -> None:
     ("changes", "said"),
     [
         ({"added_tokens": 101}, "added_tokens: Value error, 101 of vocab_size = 101 token ids leaves no regular token"),
+        ({"added_tokens": {"a": 100, "b": 1}}, "added_tokens: Value error, 101 of vocab_size = 101 token ids leaves"),
+        ({"added_tokens": {"regular": 1}}, "added_tokens: Value error, 'regular' cannot name a part"),
+        ({"added_tokens": {"a.b": 1}}, "added_tokens: Value error, 'a.b' cannot name a part"),
+        ({"added_tokens": {"a": 0}}, "added_tokens: Value error, a: 0 is not a positive number of token ids"),
+        ({"added_tokens": -1}, "added_tokens: Value error, -1 is not greater than or equal to 0"),
         ({"num_key_value_heads": 2}, "num_key_value_heads: Value error, 2 does not divide num_attention_heads = 3"),
         ({"hidden_size": 13}, "head_dim: Value error, hidden_size = 13 is not a multiple of num_attention_heads = 3"),
         ({"head_dim": 5}, "head_dim: Value error, 5 is odd, but positions rotate pairs of features"),

@@ -88,6 +88,33 @@ def test_a_split_embedding_looks_up_what_its_parts_in_a_row_do() -> None:
     assert torch.equal(torch.cat([split.regular.weight.grad, split.added.weight.grad]), whole.weight.grad)
 
 
+def test_a_vocabulary_has_any_number_of_named_parts() -> None:
+    added = {"images": 2, "tools": 1, "voices": 3}
+    split, whole = SplitTokenEmbedding(10, added, 3, std=1.0), TokenEmbedding(10, 3, std=1.0)
+    shapes = {"regular.weight": (4, 3), "images.weight": (2, 3), "tools.weight": (1, 3), "voices.weight": (3, 3)}
+    assert {name: tuple(p.shape) for name, p in split.named_parameters()} == shapes
+    with torch.no_grad():
+        whole.weight.copy_(split.vocabulary_weight())
+    tokens, upstream = torch.arange(10).view(2, 5), torch.randn(2, 5, 3)
+    for embedding in (split, whole):
+        embedding(tokens).backward(upstream)
+    assert torch.equal(split(tokens), whole(tokens))
+    assert torch.equal(torch.cat([p.grad for p in split.parameters()]), whole.weight.grad)
+    for token in (-1, 10):
+        with pytest.raises(IndexError):
+            split(torch.tensor([[token]]))
+    head = CausalLMHead(8, 10, std=0.5, added_tokens=added)
+    assert [name for name, _ in head.named_parameters()] == list(shapes)
+    hidden = torch.randn(1, 2, 8)
+    assert_close_values(head(hidden)["logits"], hidden @ torch.cat(list(head.parameters())).T)
+    for build in (
+        lambda: SplitTokenEmbedding(10, {"train": 1}, 3, std=1.0),
+        lambda: CausalLMHead(8, 10, std=1.0, added_tokens={"weight": 1}),
+    ):
+        with pytest.raises(BuildError, match="is an attribute of modules; give the part another name"):
+            build()
+
+
 def test_both_parts_of_a_split_embedding_get_a_gradient_from_any_text() -> None:
     split = SplitTokenEmbedding(10, 4, 3, std=1.0)
     split(torch.zeros(1, 2, dtype=torch.long)).sum().backward()

@@ -52,7 +52,7 @@ def rows(outcome: Outcome) -> dict[str, Row]:
 @pytest.mark.thorough
 def test_every_kind_has_a_suite_or_only_declarations() -> None:
     assert {kind.name for kind in HOOKS} - SUITES.keys() == {
-        "view", "health check", "job check", "command", "capability"
+        "head", "view", "health check", "job check", "command", "capability"
     }  # fmt: skip
     for suite in SUITES.values():
         module, _, name = suite.target.partition(":")

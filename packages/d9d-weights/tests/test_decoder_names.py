@@ -165,6 +165,23 @@ def test_added_tokens_are_a_tensor_of_their_own() -> None:
     }
 
 
+def test_files_may_end_with_any_part_of_a_vocabulary() -> None:
+    parts = {"images": 2, "tools": 1}
+    for words, second, third in (
+        (10, "fresh", "fresh"),
+        (12, f"{EMBED}[10:12]", "fresh"),
+        (13, f"{EMBED}[10:12]", f"{EMBED}[12:13]"),
+    ):
+        three = SimpleNamespace(heads={}, tie_embeddings=False, added_tokens=parts, vocab_size=13)
+        graph = StateGraph(
+            importer(three, model({}, words=words), LAYERS),
+            specs(EMBED, "model.norm.weight", LAYER, words=words),
+        )
+        found = {name: value.text() for name, value in graph.outputs.items()} | dict.fromkeys(graph.fresh, "fresh")
+        assert found["embedding.regular.weight"] == (EMBED if words == 10 else f"{EMBED}[0:10]")
+        assert (found["embedding.images.weight"], found["embedding.tools.weight"]) == (second, third)
+
+
 def test_a_model_is_written_under_transformers_names() -> None:
     config = model({"lm": head("causal_lm"), "t": head("token_classification", 3)}, added=3)
     ours = {

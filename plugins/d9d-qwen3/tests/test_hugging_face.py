@@ -64,6 +64,7 @@ CONFIGS = {
         rope_scaling=Llama3Scaling(factor=8.0, original_max_positions=16, low_freq_factor=1.0, high_freq_factor=4.0)
     ),
     "added_tokens": changed(added_tokens=5),
+    "named_tokens": changed(added_tokens={"images": 3, "tools": 2}),
     "added_tokens_tied": changed(added_tokens=5, tie_embeddings=True),
     **{preset: scaled_down(preset) for preset in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
 }

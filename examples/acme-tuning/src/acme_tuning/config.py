@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from d9d_core.config import PluginConfig
+from d9d_nn.heads.config import HeadSizes, PluginHeadConfig
 from pydantic import Field
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class SignumConfig(PluginConfig):
@@ -55,3 +59,16 @@ class VGpipeConfig(PluginConfig):
 
     name: Literal["v_gpipe"] = "v_gpipe"
     """Selects this schedule."""
+
+
+class TwoEndsConfig(PluginHeadConfig):
+    """The first and the last state of a text as its vector."""
+
+    kind: Literal["two_ends"] = "two_ends"
+    """Selects this head."""
+
+    def build(self, sizes: HeadSizes) -> nn.Module:  # noqa: ARG002 - it has no parameters
+        """Build the head."""
+        from acme_tuning.two_ends import TwoEnds
+
+        return TwoEnds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from d9d_core.plugin import (
+    HeadSpec,
     KernelSpec,
     LrScheduleSpec,
     OptimizerSpec,
@@ -85,4 +86,14 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         handlers=Ref("d9d_pipeline.runtime.handlers:handlers"),
         config=Ref("acme_tuning.config:VGpipeConfig"),
         build=Ref("acme_tuning.v_gpipe:build"),
+    )
+
+
+@hookimpl
+def d9d_heads() -> Iterator[HeadSpec]:
+    """Declare the head ``two_ends``."""
+    yield HeadSpec(
+        name="two_ends",
+        summary="The first and the last state of a text.",
+        config=Ref("acme_tuning.config:TwoEndsConfig"),
     )

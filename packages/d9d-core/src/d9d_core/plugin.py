@@ -40,7 +40,8 @@ from d9d_core.errors import interrupt_behind
 from d9d_core.untrusted import visible
 
 __all__ = [
-    "ANCHORS", "ANY_MODEL_TYPE", "CapabilitySpec", "CommandSpec", "ConfiguredSpec", "DatasetSpec", "HealthCheckSpec",
+    "ANCHORS", "ANY_MODEL_TYPE", "CapabilitySpec", "CommandSpec", "ConfiguredSpec", "DatasetSpec", "HeadSpec",
+    "HealthCheckSpec",
     "InferenceTaskSpec", "JobCheckSpec", "KernelSpec", "LauncherSpec", "LrScheduleSpec", "MetricSpec", "ModelSpec",
     "OptimizerSpec", "PeftSpec", "Ref", "ScheduleSpec", "Spec", "StrategySpec", "SubscriberSpec", "TaskSpec",
     "TrackerSpec", "ViewDim", "ViewSpec", "WriterSpec", "hookimpl",
@@ -439,6 +440,18 @@ class KernelSpec(Spec):
     def key(self) -> str:
         """Name of the record as ``op.name``, because backends of two ops may have the same name."""
         return f"{self.op}.{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec(Spec):
+    """Record by which a plugin declares a kind of head, which ``model.heads`` of a job selects by ``kind``.
+
+    Attributes:
+        config: a ``d9d_nn.heads.config.PluginHeadConfig`` subclass whose ``kind`` is this record's name. Its method
+            ``build`` makes the head.
+    """
+
+    config: Ref
 
 
 @dataclass(frozen=True, kw_only=True)

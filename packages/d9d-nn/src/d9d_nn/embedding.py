@@ -1,15 +1,17 @@
-"""Token embedding, in one piece or with a separate parameter for tokens added to the vocabulary.
+"""Token embedding, in one piece or with separate parameters for tokens added to the vocabulary.
 
 Shapes: B samples, S positions, H features, V words of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from d9d_core.errors import BuildError
 from d9d_core.model import SequenceShare
 from d9d_core.strategy import Kind, StepShape
+from d9d_weights.hugging_face.family import vocabulary_parts
 from torch import Tensor, nn
 
 
@@ -36,27 +38,31 @@ class TokenEmbedding(nn.Embedding):
 
 
 class SplitTokenEmbedding(nn.Module):
-    """Token embedding with a separate parameter for the last ids, so that they can be trained alone.
+    """Token embedding with separate parameters for parts of the vocabulary, so that they can be trained alone.
 
-    Gives the same results as a :class:`TokenEmbedding` with both weights concatenated. Each part is looked up at every
-    position, so both parts always get a gradient, and the host never waits for the device.
+    Gives the same results as a :class:`TokenEmbedding` with all weights concatenated. Each part is looked up at every
+    position, so all parts always get a gradient, and the host never waits for the device.
 
     Args:
         vocabulary: number of token ids, V.
-        added: number of last ids in the second part; less than V.
+        added: number of last ids in a second part called ``added``, or numbers by the names of several parts, in order;
+            fewer than V in all.
         features: H.
         std: standard deviation of the initial weights.
+
+    Raises:
+        BuildError: the name of a part is already an attribute of modules.
     """
 
-    def __init__(self, vocabulary: int, added: int, features: int, *, std: float) -> None:
+    def __init__(self, vocabulary: int, added: int | Mapping[str, int], features: int, *, std: float) -> None:
         super().__init__()
-        self.first_added = vocabulary - added
+        self.sizes = vocabulary_parts(vocabulary, added)
         self._share: SequenceShare | None = None
-        self.regular = TokenEmbedding(self.first_added, features, std=std)
-        self.added = TokenEmbedding(added, features, std=std)
+        for name, size in self.sizes.items():
+            add_part(self, name, TokenEmbedding(size, features, std=std))
 
     def see_sequence(self, share: SequenceShare) -> None:
-        """Look up only this rank's positions from now on; both parts of the weight stay unsharded."""
+        """Look up only this rank's positions from now on; all parts of the weight stay unsharded."""
         self._share = share
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:  # noqa: ARG002 - the protocol's
@@ -64,20 +70,39 @@ class SplitTokenEmbedding(nn.Module):
         return ()
 
     def vocabulary_weight(self) -> Tensor:
-        """Weight [V, H] for the projection of a tied head: a concatenated copy of both parts."""
-        return torch.cat([self.regular.weight, self.added.weight])
+        """Weight [V, H] for the projection of a tied head: a concatenated copy of all parts."""
+        return torch.cat([self.get_parameter(f"{name}.weight") for name in self.sizes])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids int64 [B, S] to features [B, S, H], of a rank's own positions if the sequence is split."""
         if self._share is not None:
             tokens = self._share.own(tokens)
-        regular = self.regular(tokens.clamp(max=self.first_added - 1))
-        added = self.added((tokens - self.first_added).clamp(min=0))
-        return torch.where((tokens >= self.first_added).unsqueeze(-1), added, regular)
+        names, sizes = list(self.sizes), list(self.sizes.values())
+        features: Tensor = self.get_submodule(names[0])(tokens.clamp(max=sizes[0] - 1))
+        first = sizes[0]
+        for name, size in zip(names[1:], sizes[1:], strict=True):
+            # The last part gets ids beyond the vocabulary, which are errors there.
+            ids = (tokens - first).clamp(min=0, max=None if name == names[-1] else size - 1)
+            features = torch.where((tokens >= first).unsqueeze(-1), self.get_submodule(name)(ids), features)
+            first += size
+        return features
 
 
-def token_embedding(vocabulary: int, added: int, features: int, *, std: float) -> TokenEmbedding | SplitTokenEmbedding:
-    """Build a token embedding; the last ``added`` token ids, if any, have a separate parameter."""
-    if added:
+def add_part(owner: nn.Module, name: str, part: nn.Module) -> None:
+    """Add the module of a part of the vocabulary to an embedding or head.
+
+    Raises:
+        BuildError: the name is already an attribute of the module.
+    """
+    if hasattr(owner, name):
+        raise BuildError(f"model.added_tokens: '{name}' is an attribute of modules; give the part another name")
+    owner.add_module(name, part)
+
+
+def token_embedding(
+    vocabulary: int, added: int | Mapping[str, int], features: int, *, std: float
+) -> TokenEmbedding | SplitTokenEmbedding:
+    """Build a token embedding; added token ids, if any, have separate parameters."""
+    if vocabulary_parts(vocabulary, added):
         return SplitTokenEmbedding(vocabulary, added, features, std=std)
     return TokenEmbedding(vocabulary, features, std=std)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from d9d_core.plugin import CapabilitySpec, InferenceTaskSpec, KernelSpec, MetricSpec, Ref, TaskSpec, hookimpl
+from d9d_core.plugin import CapabilitySpec, HeadSpec, InferenceTaskSpec, KernelSpec, MetricSpec, Ref, TaskSpec, hookimpl
 
 D9D_API = 2
 #: Operators of torch's attention, on all positions of a sample or on some.
@@ -127,6 +127,19 @@ def d9d_metrics() -> Iterable[MetricSpec]:
         build=Ref("d9d_nn.preference.metric:PreferenceMetric"),
         reads=frozenset({"chosen_rewards", "rejected_rewards"}),
     )
+
+
+@hookimpl
+def d9d_heads() -> Iterable[HeadSpec]:
+    """Declare the kinds of heads."""
+    for name, kind, summary in (
+        ("causal_lm", "CausalLM", "Projection to the vocabulary, and the loss of each token."),
+        ("classification", "Classification", "Classes of each sample."),
+        ("token_classification", "TokenClassification", "Classes of each token."),
+        ("embedding", "Embedding", "Vector of each sample."),
+        ("hidden_states", "HiddenStates", "Outputs of chosen layers."),
+    ):
+        yield HeadSpec(name=name, summary=summary, config=Ref(f"d9d_nn.heads.config:{kind}HeadConfig"))
 
 
 @hookimpl

@@ -111,7 +111,8 @@ class GptOssHuggingFace(DecoderFormat[GptOssConfig]):
 def _experts() -> Mapper:
     """Mapper of a layer's experts: ``gate_up_proj`` [E, H, 2 I], in which gate and up columns alternate, and biases.
 
-    MXFP4 files have [E, 2 I, H] and [E, H, I], so they are transposed.
+    MXFP4 files have [E, 2 I, H] and [E, H, I]. Blocks and scales are split before they are dequantised, so that each
+    number is dequantised once.
     """
     from d9d_weights.graph.base import Parallel
     from d9d_weights.graph.interleaving import Deinterleave
@@ -119,11 +120,11 @@ def _experts() -> Mapper:
     from d9d_weights.graph.mxfp4 import DequantiseMXFP4
     from d9d_weights.graph.select import Either
 
-    names = ("gate_up_proj", "down_proj")
-    plain = Parallel(*(Identity((name,)) for name in names))
-    quantised = Parallel(*(DequantiseMXFP4(name) >> Transpose(name) for name in names))
-    matrices = Either(plain, quantised) >> Parallel(
-        Deinterleave("gate_up_proj", ("gate_proj", "up_proj"), dim=2), Identity(("down_proj",))
-    )
+    names, parts = ("gate_proj", "up_proj", "down_proj"), ("blocks", "scales")
+    plain = Parallel(Deinterleave("gate_up_proj", names[:2], dim=2), Identity(names[2:]))
+    split = (Deinterleave(f"gate_up_proj_{part}", [f"{name}_{part}" for name in names[:2]], dim=1) for part in parts)
+    kept = Identity(tuple(f"down_proj_{part}" for part in parts))
+    quantised = Parallel(*split, kept) >> Parallel(*(DequantiseMXFP4(name) >> Transpose(name) for name in names))
+    matrices = Either(plain, quantised)
     biases = Deinterleave("gate_up_proj_bias", ("gate_bias", "up_bias"), dim=1)
     return Parallel(matrices, biases, Rename("down_proj_bias", "down_bias"))

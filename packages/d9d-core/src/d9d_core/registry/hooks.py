@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         CapabilitySpec,
         CommandSpec,
         DatasetSpec,
+        HeadSpec,
         HealthCheckSpec,
         InferenceTaskSpec,
         JobCheckSpec,
@@ -86,6 +87,7 @@ KINDS = (
     Kind("lr schedule", "d9d_lr_schedules", records.LrScheduleSpec, "lr_schedule"),
     Kind("kernel", "d9d_kernels", records.KernelSpec, "kernels"),
     Kind("subscriber", "d9d_subscribers", records.SubscriberSpec, "subscribers"),
+    Kind("head", "d9d_heads", records.HeadSpec, None),
     Kind("launcher", "d9d_launchers", records.LauncherSpec, None),
     Kind("view", "d9d_views", records.ViewSpec, None),
     Kind("health check", "d9d_health_checks", records.HealthCheckSpec, None),
@@ -163,6 +165,11 @@ def d9d_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-body]
 @hookspec
 def d9d_subscribers() -> Iterable[SubscriberSpec]:  # type: ignore[empty-body]
     """Yield the records of subscribers to events, which section ``subscribers`` of a job file selects."""
+
+
+@hookspec
+def d9d_heads() -> Iterable[HeadSpec]:  # type: ignore[empty-body]
+    """Yield the records of kinds of heads, which ``model.heads`` of a job file selects by ``kind``."""
 
 
 @hookspec

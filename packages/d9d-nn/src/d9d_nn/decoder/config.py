@@ -6,6 +6,7 @@ pattern (:class:`AlternatingConfig`).
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, Literal
@@ -20,6 +21,8 @@ from d9d_nn.rope.scaling import Rope, RopeScaling
 
 #: Kind of a layer's attention, as transformers calls it.
 LayerType = Literal["full_attention", "sliding_attention"]
+#: Name of a part of the vocabulary.
+_PART = re.compile("[a-z][a-z0-9_]*")
 #: Projections of attention, all of which may have biases.
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
@@ -44,8 +47,9 @@ class DecoderConfig(ModelConfig, ABC):
     vocab_size: int = Field(gt=0)
     """Number of token ids."""
 
-    added_tokens: int = Field(default=0, ge=0)
-    """Number of the last token ids that have a separate weight, so that it can be trained alone."""
+    added_tokens: int | dict[str, int] = 0
+    """Number of the last token ids that have a separate weight, so that it can be trained alone; or numbers by name,
+    for several such parts in order."""
 
     hidden_size: int = Field(gt=0)
     """Features of a token between layers."""
@@ -97,11 +101,23 @@ class DecoderConfig(ModelConfig, ABC):
 
     @field_validator("added_tokens")
     @classmethod
-    def _leaves_regular_tokens(cls, value: int, info: ValidationInfo) -> int:
-        words = info.data.get("vocab_size")
-        if words is not None and value >= words:
-            raise ValueError(f"{value} of vocab_size = {words} token ids leaves no regular token; add fewer")
-        return value
+    def _leaves_regular_tokens(cls, value: int | dict[str, int], info: ValidationInfo) -> int | dict[str, int]:
+        words, parts = info.data.get("vocab_size"), {"added": value} if isinstance(value, int) else value
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"{value} is not greater than or equal to 0; give the number of added token ids")
+        for name, size in () if isinstance(value, int) else parts.items():
+            if name == "regular" or not _PART.fullmatch(name):
+                raise ValueError(
+                    f"'{name}' cannot name a part; use lower case, digits and underscores, and not 'regular', which is "
+                    "the part before the added tokens"
+                )
+            if size < 1:
+                raise ValueError(f"{name}: {size} is not a positive number of token ids; leave the part out")
+        if words is not None and sum(parts.values()) >= words:
+            raise ValueError(
+                f"{sum(parts.values())} of vocab_size = {words} token ids leaves no regular token; add fewer"
+            )
+        return parts.get("added", 0) if parts.keys() <= {"added"} else parts
 
     @field_validator("num_key_value_heads")
     @classmethod

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.config_json import check_computable, common_fields, common_json, kept_fields
+from d9d_nn.heads.config import STORED
 
 if TYPE_CHECKING:
     from d9d_weights.graph.base import Mapper
@@ -97,7 +98,7 @@ class DecoderFormat(ABC, Generic[C]):
                 f"config.json: a value has a wrong type for a {name} model: {error}; correct it"
             ) from error
         try:
-            return self.config.model_validate(values)
+            return self.config.model_validate(values, context=STORED)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors())
             raise CheckpointError(

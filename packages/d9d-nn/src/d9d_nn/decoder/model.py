@@ -37,7 +37,7 @@ class DecoderModel(nn.Module):
     the index in the whole model, so that names do not depend on the stages. A tied causal_lm head has no parameter: it
     uses the embedding's weight. If the embedding is on another stage, the last stage has a copy under the same name,
     and training adds up the gradients of parameters with equal names. With ``added_tokens``, the embedding and each
-    causal_lm head have ``regular.weight`` and ``added.weight`` in place of ``weight``.
+    causal_lm head have a weight for each part, such as ``regular.weight`` and ``added.weight``, in place of ``weight``.
 
     Args:
         config: config of the whole model.

@@ -13,9 +13,11 @@ import torch
 from d9d_core.kernel import OpSlot
 from d9d_core.model import VocabularyShare
 from d9d_core.strategy import Kind, StepShape
+from d9d_weights.hugging_face.family import vocabulary_parts
 from torch import Tensor, nn
 from torch.nn import functional
 
+from d9d_nn.embedding import add_part
 from d9d_nn.ops.linear_cross_entropy import (
     CountsRanks,
     capped,
@@ -57,16 +59,19 @@ class CausalLMHead(nn.Module):
     A tied head has no parameter: its caller passes the embedding's weight. The parameter therefore exists once, under
     one name, and stays shared when the model is materialised from the meta device.
 
-    A head with added tokens has two parameters, ``regular.weight`` and ``added.weight``, and concatenates them in each
-    call: one copy of V x H numbers forward, and one more for their gradient.
+    A head with added tokens has a parameter for each part, such as ``regular.weight`` and ``added.weight``, and
+    concatenates them in each call: one copy of V x H numbers forward, and one more for their gradient.
 
     Args:
         hidden_size: H.
         vocabulary: V.
         std: standard deviation of the initial weights.
         tied: whether the caller passes the weight.
-        added_tokens: number of last words with a separate parameter; less than V.
+        added_tokens: last words with separate parameters, see :class:`~d9d_nn.embedding.SplitTokenEmbedding`.
         softcap: soft cap of the logits, see :func:`~d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+
+    Raises:
+        BuildError: the name of a part is already an attribute of modules.
     """
 
     weight: nn.Parameter | None
@@ -78,17 +83,17 @@ class CausalLMHead(nn.Module):
         *,
         std: float,
         tied: bool = False,
-        added_tokens: int = 0,
+        added_tokens: int | Mapping[str, int] = 0,
         softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.std, self.tied, self.vocabulary, self.softcap = std, tied, vocabulary, softcap
-        self.split = added_tokens > 0 and not tied
+        self._parts = {} if tied else vocabulary_parts(vocabulary, added_tokens)
+        self.split = bool(self._parts)
         whole = not tied and not self.split
         self.register_parameter("weight", nn.Parameter(torch.empty(vocabulary, hidden_size)) if whole else None)
-        if self.split:
-            self.regular = VocabularyWeight(vocabulary - added_tokens, hidden_size, std=std)
-            self.added = VocabularyWeight(added_tokens, hidden_size, std=std)
+        for name, words in self._parts.items():
+            add_part(self, name, VocabularyWeight(words, hidden_size, std=std))
         facts: dict[str, Any] = {"features": hidden_size, "vocabulary": vocabulary}
         if softcap is None:
             shared = ["vocabulary_parallel_cross_entropy"]
@@ -180,4 +185,4 @@ class CausalLMHead(nn.Module):
     def _own_weight(self) -> Tensor:
         if self.weight is not None:
             return self.weight
-        return torch.cat([self.regular.weight, self.added.weight])
+        return torch.cat([self.get_parameter(f"{name}.weight") for name in self._parts])

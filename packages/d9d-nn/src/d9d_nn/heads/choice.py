@@ -10,6 +10,7 @@ from d9d_core.errors import JobError
 from d9d_core.types import State
 from torch import Tensor
 
+from d9d_nn.heads.config import PluginHeadConfig
 from d9d_nn.heads.hidden_states import HIDDEN_STATES
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ def choose_head(model: Any, kind: str, name: str | None, where: str = "task.head
 
     Args:
         model: the model's config, with heads by name in ``heads`` if it lists them.
-        kind: kind of head that the task needs.
+        kind: kind of head that the task needs; heads of plugins are accepted, whatever their kind.
         name: name of the head; may be ``None`` if the model has only one head.
         where: field of the job file that gives the name.
 
@@ -42,7 +43,8 @@ def choose_head(model: Any, kind: str, name: str | None, where: str = "task.head
         near = closest(name, heads)
         hint = f"did you mean '{near}'? " if near else ""
         raise JobError(f"{where}: the model has no head '{name}'; {hint}it has: {kinds}")
-    if heads[name].kind != kind:
+    # A plugin's head may return what the task reads.
+    if heads[name].kind != kind and not isinstance(heads[name], PluginHeadConfig):
         raise JobError(
             f"{where}: the task needs a head of kind {kind}, the model has: {kinds}; "
             f"add {{kind: {kind}}} to model.heads, or choose another task"

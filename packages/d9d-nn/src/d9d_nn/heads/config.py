@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from d9d_core.config import Section
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator
+from d9d_core.config import Section, closest
+from d9d_core.errors import BuildError
+from pydantic import (
+    ConfigDict,
+    Field,
+    PositiveInt,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
+    field_validator,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Pooling = Literal["last", "first", "mean", "masked"]
 Layers = Annotated[list[int], Field(min_length=1)]
@@ -99,7 +114,59 @@ class HiddenStatesHeadConfig(Section):
         return value
 
 
-HeadConfig = Annotated[
+class HeadSizes(NamedTuple):
+    """Sizes of a model that a plugin's head is built for.
+
+    Attributes:
+        hidden_size: features of a hidden state, H.
+        vocabulary: number of token ids.
+        std: standard deviation of the initial weights of projections.
+    """
+
+    hidden_size: int
+    vocabulary: int
+    std: float
+
+
+class PluginHeadConfig(Section):
+    """Base of the configs of heads that plugins declare by the hook ``d9d_heads``.
+
+    Attributes:
+        parameters: names of the head's parameters, for Hugging Face files, which store them as ``heads.<head>.<name>``.
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ()
+
+    kind: str
+    """Selects the head."""
+
+    layers: Layers | None = None
+    """Read the mean of these layers' normalised outputs, counted from 0, or from the end if negative; null reads the
+    last layer."""
+
+    def build(self, sizes: HeadSizes) -> nn.Module:  # noqa: ARG002 - for subclasses
+        """Build the head; called under the meta device, and imports torch only then.
+
+        The head maps hidden states [B, S, H] of all positions, and ``lengths`` [B], ``ends`` [B, N] and
+        ``pooling_mask`` [B, S] or ``None``, to outputs by name; see :class:`~d9d_nn.heads.heads.Heads`. Under ``tp``
+        its parameters are replicated. A head that pools derives from :class:`~d9d_nn.heads.pooling.PoolsContext`.
+
+        Raises:
+            BuildError: the plugin of the head is not installed, so that this is only its stored config.
+        """
+        raise BuildError(
+            f"model.heads: the plugin that declares heads of kind '{self.kind}' is not loaded, or its config class "
+            "has no build(); install the plugin, or remove the head"
+        )
+
+
+class StoredHeadConfig(PluginHeadConfig):
+    """Config of a plugin's head in a ``config.json``, whose fields only the plugin knows."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+BuiltinHeadConfig = Annotated[
     CausalLMHeadConfig
     | ClassificationHeadConfig
     | TokenClassificationHeadConfig
@@ -107,11 +174,47 @@ HeadConfig = Annotated[
     | HiddenStatesHeadConfig,
     Field(discriminator="kind"),
 ]
+#: Kinds of heads of this package.
+_KINDS = ("causal_lm", "classification", "token_classification", "embedding", "hidden_states")
+#: Validation context with which heads of unknown kinds are kept as :class:`StoredHeadConfig`.
+STORED = {"stored_heads": True}
+
+
+def _read_head(value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    """Read a head's config: of a plugin's kind by the record in the registry of the job file, else of a kind here."""
+    if isinstance(value, PluginHeadConfig):
+        return value
+    kind = value.get("kind") if isinstance(value, Mapping) else None
+    if not isinstance(kind, str) or kind in _KINDS:
+        return handler(value)
+    context = info.context or {}
+    if "stored_heads" in context:
+        return StoredHeadConfig.model_validate(value)
+    registry = context.get("registry")
+    if registry is None:  # outside of a job file, whose plugins are unknown
+        return handler(value)
+    records = {entry.spec.key: entry for entry in registry.entries("head")}
+    if kind not in records:
+        near = closest(kind, records)
+        hint = f"did you mean '{near}'? " if near else ""
+        raise ValueError(f"there is no head of kind '{kind}'; {hint}kinds: {', '.join(records)}")
+    return records[kind].spec.config.load().model_validate({**value}, context=context)
+
+
+def _dump_head(value: Any, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+    if isinstance(value, PluginHeadConfig):
+        return value.model_dump(mode=info.mode, exclude_none=info.exclude_none, exclude_defaults=info.exclude_defaults)
+    return handler(value)
+
+
+HeadConfig = Annotated[
+    BuiltinHeadConfig, WrapValidator(_read_head, json_schema_input_type=BuiltinHeadConfig), WrapSerializer(_dump_head)
+]
 HeadName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
 Heads = Annotated[dict[HeadName, HeadConfig], Field(min_length=1)]
 
 
-def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
+def head_layers(head: HeadConfig | PluginHeadConfig, num_layers: int) -> tuple[int, ...] | None:
     """Layers whose mean a head reads, ascending from 0; ``None`` if it reads the final state.
 
     Args:
@@ -134,7 +237,7 @@ def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
     return found
 
 
-def head_reads(head: HeadConfig, num_layers: int) -> tuple[tuple[int, ...], ...]:
+def head_reads(head: HeadConfig | PluginHeadConfig, num_layers: int) -> tuple[tuple[int, ...], ...]:
     """Sets of layers whose means a head reads, see :func:`head_layers`; empty if it reads the final state."""
     layers = head_layers(head, num_layers)
     if layers is None:

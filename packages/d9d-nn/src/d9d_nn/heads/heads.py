@@ -15,7 +15,9 @@ from d9d_nn.heads.config import (
     ClassificationHeadConfig,
     EmbeddingHeadConfig,
     HeadConfig,
+    HeadSizes,
     HiddenStatesHeadConfig,
+    PluginHeadConfig,
     TokenClassificationHeadConfig,
     head_reads,
 )
@@ -35,7 +37,7 @@ class Heads(nn.ModuleDict):
         num_layers: number of layers of the whole model.
         std: standard deviation of the initial weights.
         tied: whether causal_lm heads take the embedding's weight.
-        added_tokens: number of last words with a separate parameter in a causal_lm head.
+        added_tokens: last words with separate parameters in a causal_lm head.
         softcap: soft cap of the logits of causal_lm heads; ``None`` for no cap.
 
     Raises:
@@ -44,14 +46,14 @@ class Heads(nn.ModuleDict):
 
     def __init__(
         self,
-        configs: Mapping[str, HeadConfig],
+        configs: Mapping[str, HeadConfig | PluginHeadConfig],
         *,
         hidden_size: int,
         vocabulary: int,
         num_layers: int,
         std: float,
         tied: bool = False,
-        added_tokens: int = 0,
+        added_tokens: int | Mapping[str, int] = 0,
         softcap: float | None = None,
     ) -> None:
         super().__init__()
@@ -78,6 +80,8 @@ class Heads(nn.ModuleDict):
                 )
             elif isinstance(config, HiddenStatesHeadConfig):
                 self[name] = HiddenStatesHead()
+            elif isinstance(config, PluginHeadConfig):
+                self[name] = config.build(HeadSizes(hidden_size, vocabulary, std))
             else:
                 self[name] = CausalLMHead(
                     hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens, softcap=softcap
@@ -135,5 +139,5 @@ class Heads(nn.ModuleDict):
         return outputs
 
 
-def _returns_each(config: HeadConfig) -> bool:
+def _returns_each(config: HeadConfig | PluginHeadConfig) -> bool:
     return isinstance(config, HiddenStatesHeadConfig) and config.aggregation == "none"

@@ -208,6 +208,19 @@ KINDS: Mapping[str, Kind] = {
         needs=(),
         tests=("d9d-inference",),
     ),
+    "head": Kind(
+        summary="Classes of the largest features of a text.",
+        hook="d9d_heads",
+        spec="HeadSpec",
+        entry="",
+        section="model: {name: qwen3, preset: 0.6b, heads: {topic: {kind: {name}, num_classes: 3}}}",
+        job={
+            "model": _MODEL[:-1] + ", heads: {topic: {kind: {name}, num_classes: 3}}}",
+            "task": "classification",
+            "data": '{name: labelled, sources: ["python:kinds"], sequence_length: 32}',
+        },
+        needs=("d9d-nn", "torch>=2.11"),
+    ),
     "launcher": Kind(
         summary="Background processes on this machine.",
         hook="d9d_launchers",

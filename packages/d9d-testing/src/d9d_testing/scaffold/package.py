@@ -132,7 +132,7 @@ def _record(package: str, kind: str, spec: Kind, names: Mapping[str, str]) -> li
     fields = [f'name="{package}"', f'summary="{spec.summary}"', *(_filled(line, names) for line in spec.record)]
     if spec.configured:
         fields.append(f'config=Ref("{package}.config:{names["Name"]}Config")')
-    if spec.module:
+    if spec.module and spec.entry:
         fields.append(f'{spec.entry}=Ref("{package}.{kind}:{_filled(spec.build, names)}")')
     return [f"{line}," for line in fields]
 

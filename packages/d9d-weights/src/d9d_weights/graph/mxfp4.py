@@ -43,9 +43,10 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     Returns:
         float32 [..., 32 * G].
     """
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [..., G, 32]
-    numbers = torch.tensor(VALUES)[codes.int()]
-    return torch.ldexp(numbers, scales.int().unsqueeze(-1) - BIAS).flatten(-2)
+    pairs = torch.tensor([(VALUES[byte & 15], VALUES[byte >> 4]) for byte in range(256)])
+    numbers = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, GROUP)
+    factors = torch.ldexp(torch.ones(scales.shape), scales.int() - BIAS)
+    return numbers.mul_(factors.unsqueeze(-1)).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)

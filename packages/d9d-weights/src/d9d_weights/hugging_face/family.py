@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from d9d_weights.hugging_face.fields import READ
 
-__all__ = ["ATTENTION", "HEAD_NORMS", "SWIGLU", "Family", "Head", "LanguageModel", "published_head"]
+__all__ = ["ATTENTION", "HEAD_NORMS", "SWIGLU", "Family", "Head", "LanguageModel", "published_head", "vocabulary_parts"]
 
 #: Names of attention and both norms inside a layer: transformers' -> d9d's.
 ATTENTION = {
@@ -43,8 +43,8 @@ class LanguageModel(Protocol):
         ...
 
     @property
-    def added_tokens(self) -> int:
-        """Number of token ids at the end of the vocabulary whose embeddings are a separate parameter."""
+    def added_tokens(self) -> int | Mapping[str, int]:
+        """Number of token ids at the end of the vocabulary whose embeddings are a separate parameter, or by name."""
         ...
 
     @property
@@ -97,6 +97,18 @@ class Family:
     def backbone(self) -> str:
         """Class name of the model without heads."""
         return f"{self.prefix}Model"
+
+
+def vocabulary_parts(vocabulary: int, added: int | Mapping[str, int]) -> dict[str, int]:
+    """Sizes of the parts of a vocabulary by name: ``regular``, then added tokens; empty for a vocabulary in one piece.
+
+    Args:
+        vocabulary: number of token ids.
+        added: number of last token ids in a part called ``added``, or numbers by the names of several parts, in order.
+    """
+    named = {"added": added} if isinstance(added, int) else dict(added)
+    last = sum(named.values())
+    return {"regular": vocabulary - last, **named} if last else {}
 
 
 def published_head(heads: Mapping[str, Head]) -> str | None:

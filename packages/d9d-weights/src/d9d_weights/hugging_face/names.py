@@ -7,12 +7,13 @@ Some models are published without heads, and without the prefix ``model.``.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.mappers import Rename
 from d9d_weights.graph.merging import Chunk
 from d9d_weights.graph.select import Copy, Drop, Either, Explained, Fresh, Share
-from d9d_weights.hugging_face.family import Head, LanguageModel, published_head
+from d9d_weights.hugging_face.family import Head, LanguageModel, published_head, vocabulary_parts
 
 __all__ = ["exporter", "importer", "layer_names"]
 
@@ -85,14 +86,20 @@ def _correspondence(config: LanguageModel, stored: LanguageModel, layers: Sequen
 
 
 def _words(theirs: str, ours: str, config: LanguageModel, stored: LanguageModel) -> list[Mapper]:
-    """Mappers of a weight with one row per token; rows of added tokens are a separate tensor."""
-    added = config.added_tokens
-    if not added:
+    """Mappers of a weight with one row per token; rows of each part of added tokens are a separate tensor.
+
+    Files may end with any of the parts; the parts after it are new.
+    """
+    sizes = vocabulary_parts(config.vocab_size, config.added_tokens)
+    if not sizes:
         return [Rename(theirs, f"{ours}.weight")]
-    regular, own = f"{ours}.regular.weight", f"{ours}.added.weight"
-    if stored.vocab_size == config.vocab_size:
-        return [Chunk(theirs, (regular, own), sizes=(config.vocab_size - added, added))]
-    return [Rename(theirs, regular), Fresh((own,))]  # the check of shapes reports sizes that do not fit
+    names, ends = [f"{ours}.{part}.weight" for part in sizes], list(accumulate(sizes.values()))
+    # The check of shapes reports sizes that do not fit.
+    count = 1 + ends.index(stored.vocab_size) if stored.vocab_size in ends else 1
+    fresh = [Fresh(tuple(names[count:]))] if names[count:] else []
+    if count == 1:
+        return [Rename(theirs, names[0]), *fresh]
+    return [Chunk(theirs, names[:count], sizes=list(sizes.values())[:count]), *fresh]
 
 
 def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
@@ -125,16 +132,20 @@ def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
     }
     for theirs in sorted((published | {_LM_HEAD}) - used):
         yield Drop(theirs, optional=True)  # heads that the model does not have
+    for name, head in stored.heads.items():
+        if head.kind not in ("causal_lm", *_PARTS) and not any(one.startswith(f"heads.{name}.") for one in used):
+            yield Drop(f"heads.{name}.{{rest*}}", optional=True)  # a head of a plugin, whose parameters are unknown
 
 
 def _parts(head: Head) -> tuple[str, ...]:
-    """Parameters of a head that is no language model."""
+    """Parameters of a head that is no language model; a head of a plugin names its own."""
     without = head.kind == "embedding" and getattr(head, "projection", None) is None
-    return () if without else _PARTS.get(head.kind, ())
+    return () if without else _PARTS.get(head.kind, getattr(head, "parameters", ()))
 
 
 def _tensors(head: str, config: LanguageModel) -> list[str]:
-    return [f"{head}.{part}weight" for part in (("regular.", "added.") if config.added_tokens else ("",))]
+    parts = vocabulary_parts(config.vocab_size, config.added_tokens)
+    return [f"{head}.{part}.weight" for part in parts] or [f"{head}.weight"]
 
 
 def _origin(name: str, head: Head, stored: LanguageModel) -> str | None:
