@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from d9d_core.errors import D9dError
-from d9d_testing.layouts import Harness, assert_passed, job_of
+from d9d_testing.layouts import Harness, assert_passed, job_of, topology_here
+from d9d_testing.world import RankFailedError, World
 from d9d_verify.layouts import Layout
 
 FSDP_AND_REPLICAS = [{"name": "replicate", "match": ["embedding", "heads"]}, {"name": "fsdp", "match": ["layers.*"]}]
@@ -129,3 +130,17 @@ def sized(table: ModuleType, layout: Layout, microbatches: int = 1) -> Layout:
 
 def one(table: ModuleType) -> Layout:
     return table.sized(Layout("reference", {}, ()), 1)  # type: ignore[no-any-return]
+
+
+def build(values: dict[str, Any], plugins: list[str]) -> None:
+    job = job_of(values, plugins)
+    job.build(topology=topology_here(job))
+
+
+@pytest.mark.full
+def test_rows_that_ranks_cannot_share_evenly_are_refused(table: ModuleType, tmp_path: Path) -> None:
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
+    layout = {"mesh": {"dp_shard": 4, "tp": 2}, "parallel": ["tensor_parallel", "fsdp"]}
+    values = job | layout | {"run": {"dir": str(tmp_path)}, "batch": {"size": 4}}
+    with pytest.raises(RankFailedError, match=r"has 257 rows, which 4 x 2 ranks .*choose 264 rows"):
+        World(8).run(build, values, list(table.PLUGINS))

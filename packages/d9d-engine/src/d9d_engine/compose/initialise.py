@@ -75,9 +75,23 @@ def _full_parameters(module: nn.Module, device: torch.device, sharded: Set[int])
             assert drawn is not None
             # Without a source rank, nothing is communicated: all ranks drew the same values.
             part = distribute_tensor(drawn.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+            if local(part).shape != local(parameter).shape:
+                raise BuildError(_uneven(module, name, parameter))
             local(parameter).copy_(local(part))
     finally:
         own.update(shards)
+
+
+def _uneven(module: nn.Module, name: str, parameter: Any) -> str:
+    """Error of a parameter of which DTensor and FSDP2 give a rank different shards."""
+    over = " x ".join(map(str, parameter.device_mesh.shape))
+    least = parameter.device_mesh.size()
+    rows = -(-parameter.shape[0] // least) * least
+    return (
+        f"{type(module).__name__}.{name} has {parameter.shape[0]} rows, which {over} ranks (data parallelism x tp) "
+        f"cannot share evenly, and torch's shards of such a tensor contradict each other; choose {rows} rows (for a "
+        "vocabulary, model.vocab_size with unused ids), or fewer ranks of dp_shard"
+    )
 
 
 class Undrawn(TorchFunctionMode):
