@@ -1,4 +1,4 @@
-"""A training loop of one's own computes in every layout what it computes in one process, and what a job computes."""
+"""Training loops of one's own compute the same in every layout as in one process."""
 
 from __future__ import annotations
 
