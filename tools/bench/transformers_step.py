@@ -93,7 +93,7 @@ def plain_step(config: dict[str, Any], options: argparse.Namespace) -> Callable[
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
     model.config.use_cache = False
-    run = torch.compile(model) if options.compile else model
+    run = torch.compile(model) if options.compile and not options.eager else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     print("attention", model.config._attn_implementation, "parameters", sum(p.numel() for p in model.parameters()))  # noqa: SLF001
 
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="field=value of the preset's model; repeatable")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--plain", action="store_true", help="transformers without d9d")
+    parser.add_argument("--eager", action="store_true", help="with --plain: transformers without torch.compile")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         models = models_of(options)
