@@ -81,12 +81,6 @@ def expected(tensors: dict[str, Tensor], documents: Tensor | None) -> dict[str, 
     return {name: tensor.float() for name, tensor in results(op.gated_delta_rule, wide, documents).items()}
 
 
-@pytest.fixture(autouse=True)
-def precise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference multiplies in float32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @pytest.fixture
 def library() -> Any:
     if refusal := rules._unsupported_library():
