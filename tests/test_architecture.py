@@ -130,6 +130,7 @@ INDIRECT = {
 WITH_TORCH = {"triton": "torch needs one version of it exactly, from distributions of other names on other platforms"}
 #: Imported although not declared: (member, module) -> why.
 LEFT_TO_USERS = {
+    ("d9d-fla", "fla"): "transformers would use it for its own models, also on a CPU, where it fails; an extra has it",
     ("d9d-ray", "ray"): "has 490 MB, which a machine that only submits to a job server does not need",
     ("d9d-torchft", "torchft"): "is only needed where elastic replicas train, and not in the locked environment",
 }

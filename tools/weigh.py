@@ -14,7 +14,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable
-from importlib.metadata import Distribution, distribution, distributions
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -46,11 +46,20 @@ def required(name: str, extra: str = "") -> set[str]:
         if current in seen:
             continue
         seen.add(current)
-        for line in distribution(current[0]).requires or ():
+        for line in _requirements(current[0]):
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": current[1]}):
                 waiting += [(canonicalize_name(requirement.name), one) for one in ("", *requirement.extras)]
     return {name for name, _ in seen}
+
+
+def _requirements(name: str) -> Iterable[str]:
+    """Requirements of a distribution, from the lock if this environment leaves the distribution out."""
+    try:
+        return distribution(name).requires or ()
+    except PackageNotFoundError:
+        locked = tomllib.loads((ROOT / "uv.lock").read_text("utf-8"))["package"]
+        return [each["name"] for one in locked if one["name"] == name for each in one.get("dependencies", ())]
 
 
 def brought(name: str, extra: str = "") -> list[str]:

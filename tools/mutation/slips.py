@@ -41,8 +41,8 @@ GROUPS = {
     ),
     "trackers": ("plugins/d9d-aim", "plugins/d9d-mlflow", "plugins/d9d-tensorboard", "plugins/d9d-wandb"),
     "kernel libraries": (
-        "plugins/d9d-cce", "plugins/d9d-cublas", "plugins/d9d-deepep", "plugins/d9d-flash-attention", "plugins/d9d-fp8",
-        "plugins/d9d-grouped-gemm", "plugins/d9d-liger", "plugins/d9d-quack",
+        "plugins/d9d-cce", "plugins/d9d-cublas", "plugins/d9d-deepep", "plugins/d9d-fla", "plugins/d9d-flash-attention",
+        "plugins/d9d-fp8", "plugins/d9d-grouped-gemm", "plugins/d9d-liger", "plugins/d9d-quack",
     ),
 }  # fmt: skip
 #: Calls in which the order of two arguments is irrelevant, or is checked by types alone.

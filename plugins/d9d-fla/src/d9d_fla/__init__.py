@@ -1,0 +1,1 @@
+"""Backend of the op ``gated_delta_rule`` by the library flash-linear-attention."""
