@@ -35,7 +35,7 @@ MODULES = (
     "d9d_transformers.plugin",
 )  # fmt: skip
 #: Plugins with kernels, which are used where they are installed and run.
-KERNELS = ("d9d_triton.plugin", "d9d_cublas.plugin")
+KERNELS = ("d9d_triton.plugin", "d9d_cublas.plugin", "d9d_fla.plugin")
 
 
 def models_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
