@@ -119,6 +119,7 @@ INDIRECT = {
     "numpy": "torch needs it to exchange memory with files and pictures, and does not declare it",
     "d9d-engine": "strategies and schedules train nothing without it, so that one `pip install` is enough",
     "d9d-launch": "engines do nothing without it, so that one `pip install` is enough",
+    "fla-core": "an extra, imported as fla, and not in the locked environment",
     "alembic": "mlflow-skinny needs it for a store in a database, and does not declare it",
     "sqlalchemy": "likewise",
     "packaging": "liger-kernel needs it, and does not declare it",
