@@ -320,22 +320,40 @@ def _apply(
     outcomes = {index: strategy.apply(stage, topology) for index, stage in stages.items()}
     for outcome in outcomes.values():
         check_returned(chosen, "apply()", outcome, Applied)
-    changed = any(outcome.modules for outcome in outcomes.values())
-    first, *others = (outcome.unmatched for outcome in outcomes.values())
-    unmatched = {what: why for what, why in first.items() if all(what in other for other in others)}
     if several and topology.simulated:
         return outcomes  # other ranks' stages are not simulated; the check runs when the job starts
+    if not refuse_unmatched(outcomes.values(), topology, several):
+        raise BuildError(
+            f"{chosen.where}: strategy {chosen.entry} matched no module of the model; change its patterns, or remove it"
+        )
+    return outcomes
+
+
+def refuse_unmatched(outcomes: Iterable[Applied], topology: Topology, several: bool) -> bool:
+    """Refuse settings of a strategy that have no match in any stage. Collective over ``pp`` with several stages.
+
+    Args:
+        outcomes: effects of the strategy on this rank's stages.
+        topology: topology of this process.
+        several: whether the model has several stages.
+
+    Returns:
+        Whether the strategy changed a module of any stage.
+
+    Raises:
+        BuildError: a setting has no match.
+    """
+    outcomes = list(outcomes)
+    changed = any(outcome.modules for outcome in outcomes)
+    first, *others = (outcome.unmatched for outcome in outcomes)
+    unmatched = {what: why for what, why in first.items() if all(what in other for other in others)}
     if several and topology.is_distributed:
         everywhere = all_gather_objects([changed, list(unmatched)], topology.axes_group("pp"))
         changed = any(there for there, _ in everywhere)
         unmatched = {what: why for what, why in unmatched.items() if all(what in names for _, names in everywhere)}
     for why in unmatched.values():
         raise BuildError(why)
-    if not changed:
-        raise BuildError(
-            f"{chosen.where}: strategy {chosen.entry} matched no module of the model; change its patterns, or remove it"
-        )
-    return outcomes
+    return changed
 
 
 def merged(outcomes: Sequence[Applied]) -> Applied:
