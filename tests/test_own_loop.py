@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import BuildError
+from d9d_core.errors import BuildError, TrainingError
 from d9d_engine.own_loop import OwnLoop, Stages, build_schedule, build_stages, topology_of
 from d9d_moe.balancing.config import AuxiliaryLossConfig
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
@@ -141,8 +141,46 @@ def test_a_mesh_of_another_size_is_refused(mesh: dict[str, int], error: str) -> 
         topology_of(**mesh)
 
 
+def loop_of(stages: Stages | None = None, **arguments: Any) -> OwnLoop:
+    stages = stages or build_stages(lambda stage: Qwen3(CONFIG, stage), topology_of())
+    return OwnLoop(stages, CausalLM(CausalLMConfig()), **arguments)
+
+
+def test_a_step_is_refused_before_the_last_one_has_ended_or_without_microbatches() -> None:
+    loop, tokens = loop_of(), torch.zeros(1, 8, dtype=torch.long)
+    pack = [{"tokens": tokens, "targets": tokens}]
+    with pytest.raises(TrainingError, match="empty pack"):
+        loop.step([])
+    first = loop.step(pack).grad_norm.item()
+    with pytest.raises(TrainingError, match="called twice without end_step"):
+        loop.step(pack)
+    loop.end_step()
+    assert loop.step(pack).grad_norm.item() == first
+
+
+def test_stages_take_no_strategy_and_no_second_loop_after_their_loop() -> None:
+    stages = build_stages(lambda stage: Qwen3(CONFIG, stage), topology_of())
+    loop_of(stages)
+    with pytest.raises(BuildError, match=r"strategy 'activation_checkpointing' came after OwnLoop\(\)"):
+        activation_checkpointing(stages)
+    with pytest.raises(BuildError, match=r"another OwnLoop\(\) has allocated these stages"):
+        loop_of(stages)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"max_norm": 0.0}, "max_norm is 0.0; give a positive number"),
+        ({"kernels": {"nope": "reference"}}, "kernels.nope: the job calls no op 'nope'"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(BuildError, match=error):
+        loop_of(**arguments)
+
+
 def refused() -> list[str]:
-    """Errors of a pipeline without a schedule, and of a pattern without a match."""
+    """Errors of a pipeline without a schedule, of patterns without a match, of a wrong order and of an unused axis."""
     texts = []
     topology = topology_of(pp=2)
     with pytest.raises(BuildError) as caught:
@@ -153,12 +191,33 @@ def refused() -> list[str]:
     with pytest.raises(BuildError) as caught:
         fsdp(stages, match=["layer.0"])
     texts.append(str(caught.value))
+    topology = topology_of(pp=2)
+    schedule = build_schedule(OneForwardOneBackwardConfig(), topology, 2)
+    stages = build_stages(lambda stage: Qwen3(CONFIG, stage), topology, schedule)
+    replicate(stages, match=["layers.0"])  # a module of one stage
+    with pytest.raises(BuildError) as caught:
+        replicate(stages, match=["layers.7"])
+    texts.append(str(caught.value))
+    stages = build_stages(lambda stage: Qwen3(CONFIG, stage), topology_of(dp_replicate=2))
+    replicate(stages)
+    activation_checkpointing(stages)
+    with pytest.raises(BuildError) as caught:
+        loop_of(stages)
+    texts.append(str(caught.value))
+    with pytest.raises(BuildError) as caught:
+        loop_of(build_stages(lambda stage: Qwen3(CONFIG, stage), topology_of(cp=2)))
+    texts.append(str(caught.value))
     assert dist.get_world_size() == 2
     return texts
 
 
 @pytest.mark.thorough
 def test_bad_input_of_a_loop_is_refused() -> None:
-    for first, second in World(2).run(refused):
+    for first, second, third, fourth, fifth in World(2).run(refused):
         assert first == "mesh.pp is 2, but there is no schedule; give one by build_schedule()"
         assert second.startswith("strategy 'fsdp': the pattern 'layer.0' in 'match' matches no module; modules with")
+        assert third.startswith(
+            "strategy 'replicate': the pattern 'layers.7' in 'match' matches no module; modules with"
+        )
+        assert fourth.startswith("strategy 'activation_checkpointing' was applied after 'replicate'; apply 'activation")
+        assert fifth.startswith("mesh.cp is 2, but no strategy of these stages uses that axis; apply a strategy")

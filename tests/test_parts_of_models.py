@@ -106,13 +106,17 @@ def test_parts_are_mixed_over_four_axes(table: ModuleType, tmp_path: Path) -> No
             r"'match' matches 'layers.0.attention.q_proj', which cannot be split alone; match 'layers.0.attention'",
         ),
         (
+            {"tp": 2}, [{"name": "tensor_parallel", "match": ["norm"]}],
+            r"'match' matches 'norm', which cannot be split alone; remove the pattern",
+        ),
+        (
             {"tp": 2}, [{"name": "tensor_parallel", "match": [f"layers.{layer}"]} for layer in range(2)],
             r"'tensor_parallel' stands twice in 'parallel', but it divides the positions between all layers; give all",
         ),
     ],
     ids=[
         "no module", "overlap", "overlap with the whole", "conflict with the whole", "one format", "replicas of shards",
-        "a projection", "twice",
+        "a projection", "a norm", "twice",
     ],
 )  # fmt: skip
 def test_parts_that_cannot_be_are_refused(
@@ -121,6 +125,18 @@ def test_parts_that_cannot_be_are_refused(
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE | {"tie_embeddings": True})
     with pytest.raises(D9dError, match=error):
         job_of(job | {"mesh": mesh, "parallel": parallel}, table.PLUGINS).plan()
+
+
+def test_check_finds_a_pattern_that_matches_no_module_of_any_stage(table: ModuleType, tmp_path: Path) -> None:
+    def plan(pattern: str) -> None:
+        parallel = [{"name": "fsdp", "match": ["embedding", pattern]}]
+        made = job | {"mesh": {"pp": 2, "dp_shard": 2}, "parallel": parallel, "pipeline": "1f1b"}
+        job_of(made, table.PLUGINS).plan()
+
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
+    plan("layers.1")  # in the second stage only
+    with pytest.raises(D9dError, match=r"the pattern 'layers.7' in 'match' matches no module"):
+        plan("layers.7")
 
 
 def sized(table: ModuleType, layout: Layout, microbatches: int = 1) -> Layout:

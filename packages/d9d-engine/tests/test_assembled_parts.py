@@ -18,10 +18,10 @@ from d9d_engine.compose import pretrained as pretrained_module
 from d9d_engine.compose.assemble import (
     Assembly,
     _apply,
-    _merged,
     alike_modules,
     build_stages,
     changed_modules,
+    merged,
     shared_names,
     split_sequences,
 )
@@ -116,8 +116,8 @@ def test_effects_of_a_strategy_on_several_stages_are_merged() -> None:
         ("b", "c"), gradients=(owner, other), views={"b": "y"}, compute_dtype=torch.bfloat16, sequence_ranks=1,
         cuda_graphs=True, outside_graph=("o",), notes=("n", "m"), on_host=frozenset({"v"}),
     )  # fmt: skip
-    assert _merged([one]) is one
-    found = _merged([one, two])
+    assert merged([one]) is one
+    found = merged([one, two])
     assert (found.modules, found.gradients, found.views) == (("a", "b", "c"), (owner, other), {"a": "x", "b": "y"})
     assert (found.compute_dtype, found.on_host, found.sequence_ranks) == (torch.bfloat16, {"v", "w"}, 2)
     assert (found.cuda_graphs, found.outside_graph, found.notes) == (True, ("o",), ("n", "m"))

@@ -405,6 +405,10 @@ def test_a_format_adds_the_fields_of_its_family() -> None:
         ),
         ({"intermediate_size": ...}, "config.json: intermediate_size is missing; take it from the config.json of the"),
         ({"d9d": {"heads": 3}}, "config.json: values are invalid for a dense model: heads: "),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "foo"}},
+            "config.json: rope_parameters of rope_type 'foo' are unknown to d9d; it supports 'default', 'linear', ",
+        ),
         ({"rope_parameters": 3}, "config.json: rope_parameters is 3; it must be a mapping or null"),
         (
             {"id2label": 3, "architectures": ["DenseForTokenClassification"]},

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import yaml
+from d9d_core.config import PartConfig
 from d9d_core.cost import BlockCost, OptimizerCost, Share, StageCost, StrategyCost
 from d9d_core.data import SampleLengths
 from d9d_core.errors import BuildError, JobError
@@ -121,6 +123,15 @@ def test_widths_are_those_of_parameters_gradients_and_computation(
     made = Case(monkeypatch, precision=precision, gradients=SimpleNamespace(accumulate=accumulate)).make()
     found = made.parameter_width, made.gradient_width, made.compute_width(StrategyCost(compute_width=compute))
     assert found == widths
+
+
+def test_an_entry_for_a_part_of_a_model_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(monkeypatch)
+    case.specs |= {"optimizer": Spec(lambda *_: OptimizerCost()), "fsdp": Spec(lambda _config: StrategyCost())}
+    made = case.make()
+    for size in (2, 4):
+        made.strategy(replace(layout(dp_shard=size), parallel=(PartConfig(name="fsdp", match=("layers.*",)),)))
+    assert made.notes == ["strategy fsdp with 'match' is counted as if it acted on the whole model"]
 
 
 def test_an_optimizer_without_a_cost_description_counts_as_one_with_two_moments(

@@ -310,6 +310,7 @@ def test_graphs_that_cannot_be_are_refused_by_name(
         StateGraph(mapper, sources)
     for text in texts:
         assert text in str(caught.value)
+    assert "''" not in str(caught.value)  # a graph of the whole model has no path to name
 
 
 def test_mappers_without_an_inverse_say_so() -> None:

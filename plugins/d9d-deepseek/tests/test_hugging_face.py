@@ -188,7 +188,7 @@ YARN_JSON: dict[str, Any] = {"type": "yarn", "factor": 4.0, "original_max_positi
         ({"rope_interleave": False}, "rope_interleave is False"),
         ({"num_nextn_predict_layers": 9}, "num_nextn_predict_layers is 9; d9d reads models with 0 to 8"),
         ({"sliding_window": 8}, "sliding_window is 8"),
-        ({"num_key_value_heads": 2}, "2 is not num_attention_heads = 4"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads: 2 is not num_attention_heads = 4"),
         ({"rope_scaling": YARN_JSON}, "only for rope_type yarn, together with mscale"),
         ({"rope_scaling": YARN_JSON | {"mscale": 1, "attention_factor": 1.0}}, "without attention_factor"),
         ({"rope_scaling": YARN_JSON | {"mscale": 1, "type": "linear"}}, "only for rope_type yarn"),

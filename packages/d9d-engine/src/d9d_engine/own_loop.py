@@ -13,7 +13,7 @@ Start here: strategies are functions of modules, and :class:`OwnLoop` runs a ste
         optimizer.step()
         loop.end_step()
 
-Strategies are applied in the order of a job: tensor, expert and context parallelism, activation checkpointing and
+Strategies are applied in the order of a job: tensor, context and expert parallelism, activation checkpointing and
 compilation, then data parallelism. ``examples/own_loop`` is a complete script.
 """
 
@@ -24,16 +24,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from d9d_core.config import ScheduleConfig
-from d9d_core.errors import BuildError
+from d9d_core.errors import BuildError, TrainingError
 from d9d_core.events import StepResult
 from d9d_core.job_file.inner import choose
 from d9d_core.job_file.job import Mesh
 from d9d_core.model import Stage
-from d9d_core.plugin import ScheduleSpec, ViewSpec
+from d9d_core.plugin import ANCHORS, POSITIONS, ScheduleSpec, StrategySpec, ViewSpec
 from d9d_core.program.placement import Pipeline, scheduled
 from d9d_core.program.runner import Handler, StageRunner
 from d9d_core.registry.capabilities import Circumstances, Judge
@@ -46,10 +47,10 @@ from d9d_core.types import Microbatch, Pack
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from d9d_engine.compose.assemble import merged, shared_names, split_sequences
+from d9d_engine.compose.assemble import merged, refuse_unmatched, shared_names, split_sequences
 from d9d_engine.compose.initialise import Undrawn
 from d9d_engine.compose.joined_stages import joined_stages
-from d9d_engine.compose.kernels import bind_kernels
+from d9d_engine.compose.kernels import bind_kernels, ops_elsewhere, refuse_unused
 from d9d_engine.compose.weights import materialise
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.positions import ZigzagPositions
@@ -140,6 +141,7 @@ class Stages:
         outlines: all stages but the last, on the meta device and without strategies.
         shared: parameters that several stages have, and these stages.
         applied: effects of the strategies, by stage.
+        allocated: whether an :class:`OwnLoop` has allocated the stages, so that no strategy can be applied any more.
     """
 
     def __init__(self, everything: Sequence[nn.Module], schedule: LoopSchedule, topology: Topology) -> None:
@@ -150,6 +152,7 @@ class Stages:
         self.outlines = [deepcopy(one) if index in self.here else one for index, one in enumerate(everything[:-1])]
         self.shared = shared_names(everything)
         self.applied: dict[int, list[tuple[str, Applied]]] = {index: [] for index in self.here}
+        self.allocated = False
 
     def apply(self, strategy: Strategy, name: str) -> Applied:
         """Apply a strategy to every stage of this rank. Collective over all ranks.
@@ -159,12 +162,15 @@ class Stages:
             name: name of the strategy in messages.
 
         Raises:
-            BuildError: a stage lacks a trait or module that the strategy needs, or a pattern matches no module.
+            BuildError: a stage lacks a trait or module that the strategy needs, a pattern matches no module in any
+                stage, or the stages are allocated already.
         """
+        if self.allocated:
+            raise BuildError(
+                f"strategy '{name}' came after OwnLoop(), which allocates the stages; apply all strategies before"
+            )
         outcomes = {index: strategy.apply(stage, self.topology) for index, stage in self.here.items()}
-        if len(self.outlines) == 0:
-            for why in (why for outcome in outcomes.values() for why in outcome.unmatched.values()):
-                raise BuildError(why)
+        refuse_unmatched(outcomes.values(), self.topology, several=len(self.outlines) > 0)
         for index, outcome in outcomes.items():
             self.applied[index].append((name, outcome))
         whole = merged(list(outcomes.values()))
@@ -220,7 +226,9 @@ class OwnLoop:
         registry: registry with the kernels; by default, the installed plugins.
 
     Raises:
-        BuildError: two strategies reduce one gradient, or a requested kernel refuses an op.
+        BuildError: two strategies reduce one gradient, a requested kernel refuses an op or has no op, the strategies
+            stand in another order than in a job, or none of them uses an axis of ``tp``, ``cp`` and ``ep`` that has
+            several ranks.
     """
 
     def __init__(
@@ -236,14 +244,19 @@ class OwnLoop:
         seed: int = 0,
         registry: Registry | None = None,
     ) -> None:
+        registry = registry or discover()
+        _check_stages(stages, registry)
+        if max_norm is not None and not max_norm > 0:
+            raise BuildError(f"max_norm is {max_norm}; give a positive number, or None for no clipping")
+        stages.allocated = True
         self.topology = topology = stages.topology
         loss_task: Any = _LossOfTask(task)
         self._task: LossTask = loss_task
         self._split = _positions(task, topology)
-        self._count = 0
+        self._count, self._ended = 0, True
         outcomes = [(name, one) for of_stage in stages.applied.values() for name, one in of_stage]
         converted = next((one.compute_dtype for _, one in reversed(outcomes) if one.compute_dtype is not None), None)
-        self._bind(stages, kernels or {}, autocast or converted, outcomes, registry or discover())
+        self._bind(stages, kernels or {}, autocast or converted, outcomes, registry)
         for index, stage in stages.here.items():
             host = frozenset(name for _, one in stages.applied[index] for name in one.on_host)
             materialise(stage, host, seed, topology.device)
@@ -307,7 +320,18 @@ class OwnLoop:
 
         Returns:
             Loss, its terms and the norm of all gradients, as tensors on the device, equal on all ranks.
+
+        Raises:
+            TrainingError: the pack is empty, or :meth:`end_step` was not called after the last step.
         """
+        if not pack:
+            raise TrainingError("step() got an empty pack; give each rank the same number of microbatches, not zero")
+        if not self._ended:
+            raise TrainingError(
+                "step() was called twice without end_step(), so gradients of two steps would be added; call end_step() "
+                "after the optimizer's step, and give step() all microbatches of a step"
+            )
+        self._ended = False
         own = self._own(pack)
         scale = self._scale.begin(own)
         loss = self._executor.run(self._count, own, scale)
@@ -324,6 +348,7 @@ class OwnLoop:
         self._ties.copy_values()
         self._tallies.adapt(torch.ones((), dtype=torch.bool, device=self.topology.device))
         self._gradients.reset()
+        self._ended = True
 
     def evaluate(self, pack: Sequence[Microbatch], outputs: Outputs) -> None:
         """Run the model without gradients; collective over the ranks of the pipeline.
@@ -357,10 +382,42 @@ class OwnLoop:
         holders = [pair for stage in stages.here.values() for pair in stage.named_modules()]
         name = str(dtype or stored).removeprefix("torch.")
         outside = [module for _, one in outcomes for module in one.outside_graph]
-        bind_kernels(holders, registry, requested, device.type, name, judge.verdicts, outside_graph=outside)
+        kernels = bind_kernels(holders, registry, requested, device.type, name, judge.verdicts, outside_graph=outside)
+        refuse_unused(requested, kernels, ops_elsewhere(stages.full, {place for place, _ in holders}))
         for _, one in outcomes:
             if one.check_kernels is not None:
                 one.check_kernels()
+
+
+def _check_stages(stages: Stages, registry: Registry) -> None:
+    """Check the order of the strategies, and that one of them uses each axis over which layers are split.
+
+    Raises:
+        BuildError: the stages are allocated already, a strategy came too late, or an axis is unused.
+    """
+    if stages.allocated:
+        raise BuildError("another OwnLoop() has allocated these stages; build further ones by build_stages()")
+    declared = (entry.spec for entry in registry.entries("strategy"))
+    known = {spec.name: spec for spec in declared if isinstance(spec, StrategySpec)}
+    names = [name for name, _ in next(iter(stages.applied.values()))]
+    specs = [known[name] for name in names if name in known]
+    for earlier, later in pairwise(specs):
+        if _place(later) < _place(earlier):
+            raise BuildError(
+                f"strategy '{later.name}' was applied after '{earlier.name}'; apply '{later.name}' first, as a job does"
+            )
+    used = {axis for spec in specs for axis in spec.axes}
+    for axis in ("tp", "cp", "ep"):
+        # The axes of a strategy that is in no plugin are unknown.
+        if len(specs) == len(names) and stages.topology.sizes[axis] > 1 and axis not in used:
+            raise BuildError(
+                f"mesh.{axis} is {stages.topology.sizes[axis]}, but no strategy of these stages uses that axis; apply "
+                "a strategy for it, or set it to 1"
+            )
+
+
+def _place(spec: StrategySpec) -> tuple[int, int]:
+    return ANCHORS.index(spec.anchor), POSITIONS.index(spec.position)
 
 
 class _LossOfTask:

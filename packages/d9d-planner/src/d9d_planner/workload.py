@@ -162,7 +162,9 @@ class Workload:
         if not isinstance(spec, StrategySpec) or spec.cost is None:
             return StrategyCost()
         if isinstance(config, PartConfig) and config.match:
-            self.notes.append(f"strategy {config.selector} with 'match' is counted as if it acted on the whole model")
+            note = f"strategy {config.selector} with 'match' is counted as if it acted on the whole model"
+            if note not in self.notes:  # each layout of a plan has the entry
+                self.notes.append(note)
         effect: StrategyCost = spec.cost.load()(config)
         return effect
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from d9d_core.components.contract import check_returned, check_trainable
 from d9d_core.components.instantiate import instantiate
+from d9d_core.config import PartConfig
 from d9d_core.errors import BuildError, JobError
 from d9d_core.job_file.job import BaseJob
 from d9d_core.job_file.resolve import Parts
@@ -184,7 +186,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
     communication: dict[int, list[tuple[Chosen, Communication | None]]] = {index: [] for index in stages}
     checks = []
     for chosen, config in selection.strategies:
-        outcomes = _apply(chosen, config, stages, topology, several=len(everything) > 1)
+        outcomes = _apply(chosen, config, stages, topology, len(everything) > 1, kinds)
         for index, outcome in outcomes.items():
             reducers[index] += outcome.reducers
             communication[index].append((chosen, outcome.collectives))
@@ -313,29 +315,61 @@ def alike_modules(names: Set[str], kinds: Mapping[str, type[nn.Module]], here: S
 
 
 def _apply(
-    chosen: Chosen, config: Any, stages: Mapping[int, nn.Module], topology: Topology, several: bool
+    chosen: Chosen,
+    config: Any,
+    stages: Mapping[int, nn.Module],
+    topology: Topology,
+    several: bool,
+    names: Collection[str] = (),
 ) -> dict[int, Applied]:
     """Apply a strategy to each stage of this rank; it must change a module in at least one stage of the pipeline."""
     strategy: Strategy = instantiate(chosen, config)
     outcomes = {index: strategy.apply(stage, topology) for index, stage in stages.items()}
     for outcome in outcomes.values():
         check_returned(chosen, "apply()", outcome, Applied)
-    changed = any(outcome.modules for outcome in outcomes.values())
-    first, *others = (outcome.unmatched for outcome in outcomes.values())
+    if several and topology.simulated:  # other ranks' stages are not simulated; further checks run when the job starts
+        _refuse_unmatched_parts(config, outcomes.values(), names)
+        return outcomes
+    if not refuse_unmatched(outcomes.values(), topology, several):
+        raise BuildError(
+            f"{chosen.where}: strategy {chosen.entry} matched no module of the model; change its patterns, or remove it"
+        )
+    return outcomes
+
+
+def _refuse_unmatched_parts(config: Any, outcomes: Iterable[Applied], names: Collection[str]) -> None:
+    """Refuse patterns of an entry for a part of the model that match no module of any stage."""
+    for pattern in config.match if isinstance(config, PartConfig) else ():
+        reasons = [why for one in outcomes if (why := one.unmatched.get(f"match {pattern}"))]
+        if reasons and not any(fnmatchcase(name, pattern) for name in names if name):
+            raise BuildError(reasons[0])
+
+
+def refuse_unmatched(outcomes: Iterable[Applied], topology: Topology, several: bool) -> bool:
+    """Refuse settings of a strategy that have no match in any stage. Collective over ``pp`` with several stages.
+
+    Args:
+        outcomes: effects of the strategy on this rank's stages.
+        topology: topology of this process.
+        several: whether the model has several stages.
+
+    Returns:
+        Whether the strategy changed a module of any stage.
+
+    Raises:
+        BuildError: a setting has no match.
+    """
+    outcomes = list(outcomes)
+    changed = any(outcome.modules for outcome in outcomes)
+    first, *others = (outcome.unmatched for outcome in outcomes)
     unmatched = {what: why for what, why in first.items() if all(what in other for other in others)}
-    if several and topology.simulated:
-        return outcomes  # other ranks' stages are not simulated; the check runs when the job starts
     if several and topology.is_distributed:
         everywhere = all_gather_objects([changed, list(unmatched)], topology.axes_group("pp"))
         changed = any(there for there, _ in everywhere)
         unmatched = {what: why for what, why in unmatched.items() if all(what in names for _, names in everywhere)}
     for why in unmatched.values():
         raise BuildError(why)
-    if not changed:
-        raise BuildError(
-            f"{chosen.where}: strategy {chosen.entry} matched no module of the model; change its patterns, or remove it"
-        )
-    return outcomes
+    return changed
 
 
 def merged(outcomes: Sequence[Applied]) -> Applied:

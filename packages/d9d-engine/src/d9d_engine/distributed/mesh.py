@@ -206,8 +206,8 @@ class Topology:
     def _make_mesh(self, grid: Grid) -> DeviceMesh:
         if not dist.is_initialized():
             raise BuildError(
-                f"{self} has no process group, which a mesh needs; start the job with d9d train or torchrun, "
-                "or build it inside Job.joined()"
+                f"{self} has no process group, which a mesh needs; start the job with d9d train or torchrun, build it "
+                "inside Job.joined(), or call torch.distributed.init_process_group() first"
             )
         groups = [self._group(grid.group(self.rank, [name])) for name in grid.sizes]
         ranks = torch.arange(self.world_size).view(*grid.sizes.values())

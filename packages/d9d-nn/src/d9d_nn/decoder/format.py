@@ -100,7 +100,10 @@ class DecoderFormat(ABC, Generic[C]):
         try:
             return self.config.model_validate(values, context=STORED)
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors())
+            problems = (
+                f"{'.'.join(map(str, line['loc']))}: {line['msg'].removeprefix('Value error, ')}"
+                for line in error.errors()
+            )
             raise CheckpointError(
                 f"config.json: values are invalid for a {name} model: {'; '.join(problems)}"
             ) from error

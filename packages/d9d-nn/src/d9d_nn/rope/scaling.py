@@ -202,6 +202,11 @@ def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int)
     try:
         return _SCALING.validate_python({"type": kind, **values})
     except ValidationError as error:
+        if error.errors()[0]["type"] == "union_tag_invalid":
+            raise CheckpointError(
+                f"{where} of rope_type {kind!r} are unknown to d9d; it supports 'default', "
+                f"{error.errors()[0]['ctx']['expected_tags']}: take another model"
+            ) from error
         problems = (": ".join((*map(str, line["loc"][1:]), line["msg"])) for line in error.errors())
         raise CheckpointError(f"{where} of rope_type {kind!r} cannot be used: {'; '.join(problems)}") from error
 

@@ -120,7 +120,9 @@ class PerTensor(Mapper):
                 found = True
                 yield name, target.fill(placeholders)
         if not found and not self.optional:
-            scope.complain(f"{self.label()} matches no name that starts with '{scope.path}'")
+            scope.complain(
+                f"{self.label()} matches no name" + (f" that starts with '{scope.path}'" if scope.path else "")
+            )
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Drop(Mapper):
         else:
             taken = [name for name in scope.values if pattern.match(name) is not None]
             if not taken and not self.optional:
-                scope.complain(f"{label} matches no name that starts with '{scope.path}'")
+                scope.complain(f"{label} matches no name" + (f" that starts with '{scope.path}'" if scope.path else ""))
         return Effect(dict.fromkeys(taken, label))
 
     def inverse(self) -> Mapper:

@@ -365,7 +365,7 @@ class _Split:
         split = [name for name, style in self.styles.items() if style in _SPLIT]
         for part in filter(None, self._parts):
             if not any(is_inside(name, [part]) for name in split):
-                around = [name for name in self.styles if is_inside(part, [name])]
+                around = [name for name in self.styles if is_inside(part, [name]) and name != part]
                 hint = f"match {around[0]!r} instead" if around else "remove the pattern"
                 raise BuildError(
                     f"strategy '{self._strategy}': 'match' matches '{part}', which cannot be split alone; {hint}"
