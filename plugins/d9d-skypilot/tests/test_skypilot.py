@@ -221,6 +221,8 @@ def queue(**fields: Any) -> str:
         ({"status": "FAILED", "failure_reason": "exit code 2"}, "failed", "FAILED, exit code 2"),
         ({"status": "FAILED_NO_RESOURCE"}, "failed", "FAILED_NO_RESOURCE"),
         ({"status": "NEW_WORD"}, "unknown", "NEW_WORD"),
+        ({"status": None}, "unknown", ""),
+        ({}, "unknown", ""),
     ],
 )
 def test_the_state_of_a_job_is_told_with_its_log(
