@@ -116,6 +116,13 @@ def objects(wanted: LaunchRequest | None = None, **fields: Any) -> tuple[dict[st
     return config_map, job
 
 
+def test_the_job_file_is_readable_in_the_objects() -> None:
+    wanted = request()
+    (text,) = launcher().prepare(wanted).files.values()
+    assert wanted.job.count("\n") > 1
+    assert all(f"\n    {line}\n" in text for line in wanted.job.splitlines() if line)
+
+
 def validated(kind: str, values: Mapping[str, Any]) -> None:
     """Compare values with the model of their kind, which drops unknown fields: a round trip must lose nothing."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
@@ -258,6 +265,7 @@ def condition(kind: str, value: str = "True", **more: str) -> dict[str, str]:
     [
         ({}, "waiting", "no pod runs yet"),
         ({"conditions": [condition("Suspended", reason="Queued")]}, "waiting", "Suspended: Queued"),
+        ({"jobsStatus": [{"name": "node", "active": 0}, {"name": "node"}, "odd"]}, "waiting", "no pod runs yet"),
         ({"jobsStatus": [{"name": "node", "active": 1}]}, "running", "active"),
         ({"replicatedJobsStatus": [{"name": "node", "active": 2}], "restarts": 3}, "running", "active, restarts: 3"),
         ({"conditions": [condition("Complete")]}, "finished", "Complete"),

@@ -252,11 +252,13 @@ def test_replicas_that_made_the_same_step_apart_are_brought_to_one_state(tmp_pat
     def disconnected(*_: Any) -> None:
         raise RuntimeError("connection reset")
 
+    def lose(name: str) -> bool:
+        fleet.replicas[name]._group.reduce = disconnected  # type: ignore[union-attr, method-assign]
+        fleet.replicas[name].reduce([torch.ones(2)], "sum")
+        return fleet.replicas[name].commit()
+
     # The network fails, and each replica makes the next step alone.
-    for replica in fleet.replicas.values():
-        replica._group.reduce = disconnected  # type: ignore[union-attr, method-assign]
-        replica.reduce([torch.ones(2)], "sum")
-        assert not replica.commit()
+    assert fleet.each(lose) == {"a": False, "b": False}
     for name, others in (("a", 1.0), ("b", 2.0)):
         fleet.lighthouse.set_alive(name)
         fleet.step(name)
