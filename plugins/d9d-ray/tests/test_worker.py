@@ -85,7 +85,11 @@ def test_a_rank_ends_with_its_status_after_all_saves_are_reported(
 
         return SimpleNamespace(train=train)
 
-    job = SimpleNamespace(joined=lambda *_: nullcontext(SimpleNamespace(is_main=True)), build=build)
+    def joined(env: Any, reporter: FailureReporter) -> Any:
+        assert (env.rank, type(reporter)) == (0, FailureReporter)
+        return nullcontext(SimpleNamespace(is_main=True))
+
+    job = SimpleNamespace(joined=joined, build=build)
     monkeypatch.setattr(worker, "load", lambda *_: job)
     monkeypatch.setattr(worker, "_report", report)
     env: Any = SimpleNamespace(rank=0, world_size=1, node="here")
