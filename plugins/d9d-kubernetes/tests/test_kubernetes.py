@@ -288,6 +288,22 @@ def test_the_state_of_an_object_is_told_with_the_log_of_its_first_pod(
     assert "jobset.sigs.k8s.io/jobset-name=mine-1" in logs[1]
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo noise; echo the cause >&2", "the cause"),
+        ("echo the cause", "the cause"),
+        ("echo >&2", "exit status 3"),
+    ],
+)
+def test_a_command_that_fails_is_told_by_its_errors_or_else_by_its_output_or_its_status(
+    kubectl: Kubectl, script: str, said: str
+) -> None:
+    (kubectl.here / "kubectl").write_text(f"#!/bin/sh\n{script}\nexit 3\n")
+    with pytest.raises(LaunchError, match=rf"^kubectl delete: {said}$"):
+        launcher().cancel("trainjob/team/mine-1")
+
+
 def pods_that_ended(**statuses: int) -> str:
     items = [
         {

@@ -242,6 +242,22 @@ def test_an_answer_that_is_no_queue_is_told(sky: StandIns) -> None:
             launcher().status(NAME, Path("unused"), 1)
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo noise; echo the cause >&2", "the cause"),
+        ("echo the cause", "the cause"),
+        ("echo >&2", "exit status 3"),
+    ],
+)
+def test_a_command_that_fails_is_told_by_its_errors_or_else_by_its_output_or_its_status(
+    sky: StandIns, script: str, said: str
+) -> None:
+    (sky.folder / "sky").write_text(f"#!/bin/sh\n{script}\nexit 3\n")
+    with pytest.raises(LaunchError, match=rf"^sky jobs queue: {said}$"):
+        launcher().cancel(NAME)
+
+
 def test_a_job_is_cancelled_once(sky: StandIns) -> None:
     sky.answer("sky", "jobs", "queue", text=queue(status="RUNNING"))
     assert "30 s" in launcher().cancel(NAME)

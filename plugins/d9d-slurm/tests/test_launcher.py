@@ -101,6 +101,22 @@ def test_a_job_that_has_ended_is_not_cancelled(slurm: StandIns, state: str) -> N
     assert not slurm.calls("scancel")
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo noise; echo the cause >&2", "the cause"),
+        ("echo the cause", "the cause"),
+        ("echo >&2", "exit status 3"),
+    ],
+)
+def test_a_command_that_fails_is_told_by_its_errors_or_else_by_its_output_or_its_status(
+    slurm: StandIns, script: str, said: str
+) -> None:
+    (slurm.folder / "squeue").write_text(f"#!/bin/sh\n{script}\nexit 3\n")
+    with pytest.raises(LaunchError, match=rf"^squeue: {said}$"):
+        LAUNCHER.cancel("12")
+
+
 @pytest.mark.parametrize(("text", "number"), [("4711", "4711"), ("a note\n4711;cluster\n", "4711")])
 def test_the_number_of_a_submitted_job_is_read(slurm: StandIns, text: str, number: str) -> None:
     slurm.answer("sbatch", text=text)
