@@ -5,11 +5,28 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for part in ("packages", "plugins") for path in ROOT.glob(f"{part}/*/src/**/*.py"))
+
+
+def flags(command: Any) -> Iterator[Any]:
+    """Options of a command, or of all commands of a group, that have no value."""
+    for one in getattr(command, "commands", {"": command}).values():
+        yield from (parameter for parameter in one.params if getattr(parameter, "is_flag", False))
+
+
+def test_flags_of_installed_commands_are_off_unless_they_are_given() -> None:
+    specs: list[Any] = [entry.spec for entry in discover(PluginPolicy()).entries("command")]
+    found = {spec.key: [*flags(typer.main.get_command(spec.app.load()))] for spec in specs}
+    assert sum(map(len, found.values())) > 20
+    assert not {f"{key} {flag.opts[0]}" for key, flags in found.items() for flag in flags if flag.default}
 
 
 def nameless(source: str) -> Iterator[str]:

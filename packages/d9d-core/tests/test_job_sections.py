@@ -12,7 +12,7 @@ from d9d_core.errors import JobError
 from d9d_core.job import JobFile
 from d9d_core.job_file import reading
 from d9d_core.job_file.evaluation import Evaluation
-from d9d_core.job_file.job import Checkpoint, Mesh, Precision, Run
+from d9d_core.job_file.job import Best, Checkpoint, Mesh, Precision, Run
 from d9d_core.job_file.reading import read_yaml, write_yaml
 from d9d_core.job_file.saved_job import SavedJob, code_mark
 from d9d_core.job_file.sections.profiling import Profiling
@@ -65,6 +65,21 @@ def test_other_sections_refuse_values_without_effect() -> None:
     )
     assert Evaluation(every=2, data=data).datasets == {"": data}
     assert list(Evaluation(every=2, sets={"b": data, "a": data}).datasets) == ["b", "a"]
+
+
+def test_the_export_of_the_best_weights_compares_the_evaluation_loss_unless_the_job_says_otherwise() -> None:
+    evaluation = {"every": 2, "data": "toy_data"}
+    registry = Registry.of(toy)
+
+    def best(export: object, **checkpoint: Any) -> Best | None:
+        values = {**JOB, "export": export, "evaluation": evaluation, "checkpoint": {"every": 2, **checkpoint}}
+        return JobFile.from_values(values, registry=registry).checkpoint.best
+
+    assert best("best") == best("best", best=None) == Best(series="eval/loss", mode="min")
+    assert best("best", best={"series": "eval/score", "mode": "max"}) == Best(series="eval/score", mode="max")
+    assert best(True) is None
+    with pytest.raises(JobError, match="checkpoint: input should be a mapping of fields, got 3"):
+        JobFile.from_values({**JOB, "export": "best", "checkpoint": 3}, registry=registry)
 
 
 def test_lists_of_a_job_have_no_part_twice_and_trackers_one_of_each_name(tmp_path: Path) -> None:

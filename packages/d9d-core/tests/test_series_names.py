@@ -43,6 +43,16 @@ def test_a_usual_name_stays_as_it_is(name: str) -> None:
     assert storable(name) == name
 
 
+def test_a_name_may_fill_the_bytes_that_its_tags_leave() -> None:
+    room = LONGEST_NAME - len("train/")
+    for base, whole in (("x" * room, True), ("x" * (room + 1), False)):
+        name = SeriesName(base, {"stage": "train"})
+        kept = storable(name)
+        assert (kept == name) is whole
+        assert len(kept) == LONGEST_NAME
+        assert split_tags(kept)[1] == {"stage": "train"}
+
+
 def test_tags_stay_tags() -> None:
     kept = storable(SeriesName("f1/.", {"stage": "train", "class": "x\n" * 100}))
     base, tags = split_tags(kept)

@@ -71,12 +71,20 @@ def test_a_claim_over_an_axis_that_does_not_exist_is_refused() -> None:
 def test_a_parameter_of_a_view_is_summed_over_what_the_view_leaves() -> None:
     topology = Topology(sizes=Mesh(dp_replicate=2, dp_shard=4, ep=2).sizes(), views={v.name: v for v in d9d_views()})
     spread = Applied(modules=("",), gradients=(GradientOwner("e", "ep", "none"),), views={"e": "expert"})
-    sharded = claiming(GradientOwner("e", "expert_fsdp", "fsdp"), GradientOwner("a", "dp_shard", "fsdp"))
+    sharded = claiming(
+        GradientOwner("e", "expert_fsdp", "fsdp"),
+        GradientOwner("e", "dp_shard", "fsdp"),  # covered by dimensions of the view
+        GradientOwner("a", "dp_shard", "fsdp"),
+    )
     owned = settle(["a", "e"], topology, [("expert_parallel", spread), ("fsdp", sharded)])
     assert owned.synchronised("a") == ("dp_replicate",)
     assert owned.synchronised("e") == ("expert_replicate",)
     assert owned.views == {"e": "expert"}
     assert ("ep", "none", ("e",)) in owned.table()
+    assert "dp_shard" not in owned.owners["e"]
+    other = claiming(GradientOwner("e", "elsewhere", "fsdp"))
+    with pytest.raises(BuildError, match="fsdp reduces 'e' over 'elsewhere'; name one of the axes .*expert_fsdp"):
+        settle(["a", "e"], topology, [("expert_parallel", spread), ("fsdp", other)])
 
 
 def test_a_parameter_of_two_views_is_refused() -> None:

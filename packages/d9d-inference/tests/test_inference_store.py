@@ -101,6 +101,8 @@ def test_results_of_another_job_are_refused_with_the_fields_that_differ(store: P
     store.begin(RECORD)
     with pytest.raises(JobError, match=r"another job\.task\.name; choose another run\.name"):
         store.begin({**RECORD, "job": {"task": {"name": "other"}}})
+    with pytest.raises(JobError, match=r"another job\.seed, job\.task; choose another run\.name"):
+        store.begin({**RECORD, "job": {"task": None, "seed": 1}})
 
 
 def test_an_output_that_nobody_knows_is_refused(store: PartStore) -> None:

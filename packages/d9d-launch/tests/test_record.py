@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
+from d9d_core.config import PluginConfig
 from d9d_core.errors import DataError, JobError, LaunchError
+from d9d_core.job_file.job import Run
 from d9d_core.launcher import EngineStatus, LaunchState
+from d9d_core.plugin import LauncherSpec, Ref, hookimpl
+from d9d_core.registry.registry import Registry
 from d9d_engine.run.directory import write_ending, write_failure, write_stop
-from d9d_launch.engine import _problem, read_options
+from d9d_launch.engine import _problem, engine_config, read_options
 from d9d_launch.record import FOLDER, RECORD, SubmissionRecord, digest_of, find_submission, run_directory
 from d9d_launch.report import RunReport
 
@@ -49,6 +55,44 @@ def test_a_submission_is_found_by_the_job_file_and_by_the_run(
         find_submission(Path("job.yaml"), [], "ray")
     with pytest.raises(JobError, match="the section 'run' is wrong"):
         run_directory(Path("job.yaml"), ["run.nam=b"])
+
+
+def test_a_job_without_a_section_run_has_the_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("steps: 1\n", "run:\n"):
+        (tmp_path / "job.yaml").write_text(text)
+        assert run_directory(Path("job.yaml"), []) == Run().directory.absolute()
+
+
+class BoxConfig(PluginConfig):
+    """Options of an engine."""
+
+    name: Literal["box"] = "box"
+    minutes: int = 1
+    secrets: tuple[int, ...] = ()
+
+
+class Here(Ref):
+    def load(self) -> Any:
+        return BoxConfig
+
+
+@hookimpl
+def d9d_launchers() -> list[LauncherSpec]:
+    return [LauncherSpec(name="box", summary="x", config=Here("my:config"), build=Here("my:build"))]
+
+
+def test_each_wrong_option_of_an_engine_has_a_line() -> None:
+    registry = Registry.of(SimpleNamespace(__name__="acme", d9d_launchers=d9d_launchers))
+    assert engine_config(registry, "box", {"minutes": 5}) == BoxConfig(minutes=5)
+    with pytest.raises(JobError) as caught:
+        engine_config(registry, "box", {"minutes": "long", "secrets": ["hidden"], "minute": 3})
+    minutes, secrets, unknown = str(caught.value).splitlines()
+    assert minutes.startswith("--option minutes: input should be a valid integer")
+    assert minutes.endswith(", got 'long'")
+    assert secrets.startswith("--option secrets[0]: input should be a valid integer")
+    assert "hidden" not in secrets
+    assert unknown.startswith("--option minute: not a field of the engine 'box'")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"engine": 1}', '{"engine'])

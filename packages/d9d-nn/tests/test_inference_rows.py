@@ -12,6 +12,7 @@ from d9d_core.errors import JobError
 from d9d_core.inference import ROW
 from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.task import Distillation
+from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig
 from d9d_nn.inference.classes import Classes, Rewards, TokenClasses, label_problems, labels_of
 from d9d_nn.inference.config import (
     ClassesConfig,
@@ -129,6 +130,8 @@ def test_classes_have_names_or_numbers_and_probabilities() -> None:
     packed = ready(Classes(ClassesConfig()), True)
     several = torch.stack([LOGITS, LOGITS.flip(0)])  # two rows of each sample
     assert packed.rows(kept(packed, {"class_logits": several}))["class"] == [1, 0, 0, 1]
+    task.check(SimpleNamespace(heads={"c": ClassificationHeadConfig(num_classes=2)}), {"labels": ["no", "yes"]})
+    assert task.rows(kept(task, {"class_logits": LOGITS}))["label"] == ["yes", "no"]
     assert task.tally({ROW: [1, 2, 3]}) == {"rows": 3.0}
     assert task.finalize({"rows": 3.0}) == {"rows": 3.0}
 
@@ -151,6 +154,10 @@ def test_a_token_has_a_class_and_a_row_a_score() -> None:
         ROW: [4, 5, 6, 7], "tokens": [2, 1, 1, 1], "labels": [["x", "y"], ["y"], ["y"], ["x"]],
     }  # fmt: skip
     assert list(tokens.columns) == [ROW, "tokens", "labels"]
+    named = TokenClasses(TokenClassesConfig())
+    model = SimpleNamespace(heads={"c": TokenClassificationHeadConfig(num_classes=2)})
+    named.check(model, {"labels": ["no", "yes"], "packed": True})
+    assert named.rows(kept(named, {"class_logits": logits}))["labels"] == [["no", "yes"], ["yes"], ["yes"], ["no"]]
     rewards = ready(Rewards(RewardsConfig()), False)
     assert rewards.rows(kept(rewards, {"class_logits": torch.tensor([[0.5], [-2.0]])})) == {
         ROW: [4, 6], "reward": [0.5, -2.0],

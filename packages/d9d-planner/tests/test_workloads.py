@@ -346,3 +346,16 @@ def test_meshes_divide_the_devices_and_the_batch() -> None:
     }  # fmt: skip
     assert all(one.size == 6 and one.pipeline is None for one in found_layouts)
     assert math.prod(found_layouts[0].mesh.sizes().values()) == 4
+    load.job.batch.size = 8
+    for plugins, sizes in (
+        ((), {(1, 1, 1)}),
+        (("tp",), {(1, 1, 1), (1, 2, 1)}),
+        (("cp",), {(1, 1, n) for n in (1, 2, 4)}),
+    ):
+        usable.strategies = plugins.__contains__
+        assert {(one.mesh.pp, one.mesh.tp, one.mesh.cp) for one in search.layouts(load, 4, 2)} == sizes
+    usable.schedules = ["1f1b"]
+    usable.strategies = ().__contains__
+    assert {(one.mesh.pp, one.mesh.tp, one.mesh.cp) for one in search.layouts(load, 4, 2)} == {
+        (n, 1, 1) for n in (1, 2, 4)
+    }

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from d9d_reports.report import summary
-from d9d_reports.report.markup import table
+from d9d_reports.report.markup import number, table
 from d9d_reports.runs.record import RunRecord
 
 JOB: Mapping[str, Any] = {
@@ -119,6 +119,11 @@ def test_tiles_show_key_values_with_their_units_and_leave_out_unknown_ones(tmp_p
 def test_durations_have_two_units(tmp_path: Path, seconds: float, text: str) -> None:
     lines = [{"step": 1, "tokens": seconds, "tokens_per_second": 1.0}]
     assert values(record(tmp_path, lines))["training time"][0] == text
+
+
+def test_numbers_are_whole_from_a_thousand_on() -> None:
+    values = (None, 0.0, 0.123456, -999.4, 1000.0, -1000.0, 1234567.8)
+    assert [number(value) for value in values] == ["", "0", "0.1235", "-999.4", "1,000", "-1,000", "1,234,568"]
 
 
 def test_several_runs_are_columns_with_the_error_of_the_one_that_failed(tmp_path: Path) -> None:

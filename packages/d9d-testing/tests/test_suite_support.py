@@ -117,8 +117,12 @@ def test_texts_may_differ_by_the_rounding_of_fractions_only(found: bytes, said: 
 
 
 def test_small_numbers_and_signs_are_compared_too() -> None:
-    for one, other, same in ((b"1e-7 x", b"9e-7 x", True), (b"-0.5", b"0.5", False), (b"1e-3", b"1.5e-3", False)):
+    for one, other, same in (
+        (b"1e-7 x", b"9e-7 x", True), (b"-0.5", b"0.5", False), (b"1e-3", b"1.5e-3", False),
+        (b"1000.0", b"1001.0005", True), (b"1000.0", b"1001.1", False),  # a thousandth of the larger number
+    ):  # fmt: skip
         assert (watched_runs.text_difference(one, other) is None) == same
+        assert (watched_runs.text_difference(other, one) is None) == same
 
 
 def test_contents_are_named_by_relative_path_and_leave_out_the_directory(tmp_path: Path) -> None:

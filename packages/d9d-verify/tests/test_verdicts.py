@@ -171,6 +171,7 @@ def test_one_layout_that_fails_fails_the_job(
     assert "pp=2: 2 processes" in written.err
     assert "\x1b" not in written.err
     assert as_json == written.out.startswith("[\n {")
+    assert as_json != ("FAIL" in written.out)
     del verdicts[1]
     assert verify_job(job({"pp": 2}), ["pp=2"], 1, 8, as_json)
 

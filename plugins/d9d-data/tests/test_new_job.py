@@ -12,7 +12,7 @@ from d9d_core.job import JobFile
 from d9d_data.chat.template import ChatTemplate
 from d9d_data.new_job.command import app
 from d9d_data.new_job.kinds import KINDS
-from d9d_data.new_job.samples import answers, write_tokenizer
+from d9d_data.new_job.samples import answers, write_samples, write_tokenizer
 from d9d_data.tokenizer.select import make_tokenizer
 from d9d_engine.job import Job
 from typer.testing import CliRunner
@@ -215,6 +215,18 @@ def test_a_preferred_sample_differs_from_the_rejected_one(place: Path, model: Pa
     records = [json.loads(line) for line in (place / "preferences.jsonl").read_text("utf-8").splitlines()]
     assert len(records) > 200
     assert [record for record in records if record["chosen"] == record["rejected"]] == []
+
+
+def test_the_rejected_answer_is_the_nearest_other_answer_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"a": "one", "b": "two", "c": "two", "d": "three"}
+    monkeypatch.setattr("d9d_data.new_job.samples.answers", lambda: iter(found.items()))
+    write_samples(KINDS["dpo"], tmp_path / "pairs.jsonl")
+    records = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert [(record["chosen"], record["rejected"]) for record in records] == [
+        ("one", "three"), ("two", "one"), ("two", "one"), ("three", "two"),
+    ]  # fmt: skip
 
 
 def test_samples_are_many_and_differ() -> None:

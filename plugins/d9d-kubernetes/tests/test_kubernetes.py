@@ -116,6 +116,13 @@ def objects(wanted: LaunchRequest | None = None, **fields: Any) -> tuple[dict[st
     return config_map, job
 
 
+def test_the_job_file_is_readable_in_the_objects() -> None:
+    wanted = request()
+    (text,) = launcher().prepare(wanted).files.values()
+    assert wanted.job.count("\n") > 1
+    assert all(f"\n    {line}\n" in text for line in wanted.job.splitlines() if line)
+
+
 def validated(kind: str, values: Mapping[str, Any]) -> None:
     """Compare values with the model of their kind, which drops unknown fields: a round trip must lose nothing."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
@@ -258,6 +265,7 @@ def condition(kind: str, value: str = "True", **more: str) -> dict[str, str]:
     [
         ({}, "waiting", "no pod runs yet"),
         ({"conditions": [condition("Suspended", reason="Queued")]}, "waiting", "Suspended: Queued"),
+        ({"jobsStatus": [{"name": "node", "active": 0}, {"name": "node"}, "odd"]}, "waiting", "no pod runs yet"),
         ({"jobsStatus": [{"name": "node", "active": 1}]}, "running", "active"),
         ({"replicatedJobsStatus": [{"name": "node", "active": 2}], "restarts": 3}, "running", "active, restarts: 3"),
         ({"conditions": [condition("Complete")]}, "finished", "Complete"),
@@ -278,6 +286,22 @@ def test_the_state_of_an_object_is_told_with_the_log_of_its_first_pod(
     get, *_, logs = kubectl.calls()
     assert get == ["get", "trainjobs.trainer.kubeflow.org", "mine-1", "--namespace=team", "--output=json"]
     assert "jobset.sigs.k8s.io/jobset-name=mine-1" in logs[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo noise; echo the cause >&2", "the cause"),
+        ("echo the cause", "the cause"),
+        ("echo >&2", "exit status 3"),
+    ],
+)
+def test_a_command_that_fails_is_told_by_its_errors_or_else_by_its_output_or_its_status(
+    kubectl: Kubectl, script: str, said: str
+) -> None:
+    (kubectl.here / "kubectl").write_text(f"#!/bin/sh\n{script}\nexit 3\n")
+    with pytest.raises(LaunchError, match=rf"^kubectl delete: {said}$"):
+        launcher().cancel("trainjob/team/mine-1")
 
 
 def pods_that_ended(**statuses: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from d9d_core.cost import StrategyCost
-from d9d_local_sgd.buckets import bucket_bytes, buckets
+from d9d_local_sgd.buckets import bucket_bytes, buckets, means
 from d9d_local_sgd.config import DiLoCoConfig, LocalSgdConfig
 from d9d_local_sgd.costs import cost
 from d9d_local_sgd.meetings import Averages, OuterSteps
@@ -42,6 +42,15 @@ def test_an_average_of_equal_replicas_changes_nothing(alone: nn.Module) -> None:
     meetings.meet()
     assert torch.equal(alone.weight, before)
     assert meetings.state() == {}
+
+
+def test_a_shard_without_rows_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced: list[int] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: reduced.append(tensor.numel()))
+    tensors = {"empty": torch.zeros(0, 3), "wide": torch.ones(2, dtype=torch.float64)}
+    found = dict(means(tensors, tensors.__getitem__, None, 2))
+    assert reduced == [2]
+    assert {name: mean.tolist() for name, mean in found.items()} == {"wide": [0.5, 0.5]}
 
 
 def test_outer_steps_are_nesterov_steps_from_the_last_anchor(alone: nn.Module) -> None:

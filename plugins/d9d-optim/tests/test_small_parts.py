@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_engine.distributed.simulate import simulated_world
 from d9d_optim.optimizer import rounding
 from d9d_optim.optimizer.base import Batch, _laid_out, counter, divide, keep_if, zeros
 from d9d_optim.optimizer.newton_schulz import orthogonalize, rate_factor
 from d9d_optim.optimizer.whole_matrices import _sizes, _with, map_matrices, matrix_collectives
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
 def bits(*values: int) -> Tensor:
@@ -73,6 +76,22 @@ def test_positions_add_up_to_the_index_in_the_whole_tensor() -> None:
         assert sum(found, torch.zeros((), dtype=torch.int32)).flatten().tolist() == list(range(tensor.numel()))
     assert [tuple(part.shape) for part in rounding.positions(torch.empty(2, 3, 4))] == [(2, 1, 1), (1, 3, 1), (1, 1, 4)]
     assert rounding.are_consecutive(torch.empty(2, 3))
+
+
+def test_the_elements_of_a_rank_are_consecutive_if_only_rows_are_split() -> None:
+    with simulated_world(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        for placements, consecutive in (
+            ((Replicate(), Replicate()), True),
+            ((Replicate(), Shard(0)), True),
+            ((Shard(0), Shard(0)), True),
+            ((Replicate(), Shard(1)), False),
+            ((Shard(0), Shard(1)), False),
+        ):
+            tensor = distribute_tensor(torch.zeros(4, 4), mesh, placements, src_data_rank=None)
+            assert rounding.are_consecutive(tensor) is consecutive
+            indices = sum(rounding.positions(tensor), torch.zeros((), dtype=torch.int32)).flatten()
+            assert (indices.diff() == 1).all().item() is consecutive
 
 
 def test_stochastic_copies_need_bfloat16_and_float32_of_one_shape() -> None:

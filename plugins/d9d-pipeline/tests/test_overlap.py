@@ -281,6 +281,14 @@ def test_an_interrupt_ends_both_sides() -> None:
     assert pairs.log == ["Bb2", "Fa0", "Bb1", "Fa1", "Bb0", "Fa2"]
 
 
+def test_tensors_without_a_backward_have_no_yield_point() -> None:
+    points, weight = YieldPoints(), torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        assert points.watched(weight) is weight
+    assert points.watched(weight.detach()).grad_fn is None
+    assert points.watched(weight) is not weight
+
+
 def test_an_error_keeps_nothing_alive() -> None:
     pairs = Pairs()
     runner = pairs.runner()

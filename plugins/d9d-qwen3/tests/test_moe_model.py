@@ -48,6 +48,7 @@ def test_a_preset_has_the_published_number_of_parameters(preset: str) -> None:
 def test_what_is_saved_reads_back_to_the_same_model(preset: str) -> None:
     config = Qwen3MoeConfig.model_validate({"preset": preset, "dense_layers": [3, 1], "num_layers": 5})
     assert config.dense_layers == (1, 3)
+    assert not config.tie_embeddings  # in all published models with experts
     assert Qwen3MoeConfig.model_validate(config.model_dump(mode="json")) == config
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from d9d_core.errors import DataError, JobError
 from d9d_core.events import CheckpointSaved, SaveReport, ValuesLogged
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.supervision.failure import Failure, FailureReporter
+from d9d_ray import worker
 from d9d_ray.causes import Causes, all_causes, clear_causes
 from d9d_ray.order import Order
 from d9d_ray.worker import Reports, load, passed_on
@@ -56,6 +60,41 @@ def test_each_save_is_one_report_with_the_newest_values_and_waits_for_no_other_r
         reports.flush()
     assert [(one["step"], one["loss"]) for one in reported] == [(2, 3.0), (4, 2.0)]
     assert Path(reported[0]["checkpoint"]) == Path("checkpoints/step-2").absolute()
+
+
+@pytest.mark.parametrize(("ended", "status"), [("finished", 0), ("stopped", 75)])
+def test_a_rank_ends_with_its_status_after_all_saves_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str, status: int
+) -> None:
+    order = Order(
+        name="a", job="", options=[], folder=str(tmp_path), working_directory="", processes=1, resources={},
+        restarts=0, startup=1, address=None, export=[],
+    )  # fmt: skip
+    reported: list[Mapping[str, Any]] = []
+
+    def report(values: Mapping[str, Any]) -> None:
+        time.sleep(0.05)  # longer than the rest of the run
+        reported.append(values)
+
+    def build(observers: list[Reports], **named: Any) -> Any:
+        assert named["owning"]
+
+        def train() -> Any:
+            observers[0].saved(saved(3))
+            return SimpleNamespace(status=ended)
+
+        return SimpleNamespace(train=train)
+
+    def joined(env: Any, reporter: FailureReporter) -> Any:
+        assert (env.rank, type(reporter)) == (0, FailureReporter)
+        return nullcontext(SimpleNamespace(is_main=True))
+
+    job = SimpleNamespace(joined=joined, build=build)
+    monkeypatch.setattr(worker, "load", lambda *_: job)
+    monkeypatch.setattr(worker, "_report", report)
+    env: Any = SimpleNamespace(rank=0, world_size=1, node="here")
+    assert worker._train(order, env, Causes(tmp_path, 0)) == status
+    assert [one["step"] for one in reported] == [3]
 
 
 @pytest.mark.parametrize(

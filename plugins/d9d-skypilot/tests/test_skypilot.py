@@ -221,6 +221,8 @@ def queue(**fields: Any) -> str:
         ({"status": "FAILED", "failure_reason": "exit code 2"}, "failed", "FAILED, exit code 2"),
         ({"status": "FAILED_NO_RESOURCE"}, "failed", "FAILED_NO_RESOURCE"),
         ({"status": "NEW_WORD"}, "unknown", "NEW_WORD"),
+        ({"status": None}, "unknown", ""),
+        ({}, "unknown", ""),
     ],
 )
 def test_the_state_of_a_job_is_told_with_its_log(
@@ -238,6 +240,22 @@ def test_an_answer_that_is_no_queue_is_told(sky: StandIns) -> None:
         sky.answer("sky", "jobs", "queue", text=text)
         with pytest.raises(LaunchError, match="the answer is not JSON"):
             launcher().status(NAME, Path("unused"), 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo noise; echo the cause >&2", "the cause"),
+        ("echo the cause", "the cause"),
+        ("echo >&2", "exit status 3"),
+    ],
+)
+def test_a_command_that_fails_is_told_by_its_errors_or_else_by_its_output_or_its_status(
+    sky: StandIns, script: str, said: str
+) -> None:
+    (sky.folder / "sky").write_text(f"#!/bin/sh\n{script}\nexit 3\n")
+    with pytest.raises(LaunchError, match=rf"^sky jobs queue: {said}$"):
+        launcher().cancel(NAME)
 
 
 def test_a_job_is_cancelled_once(sky: StandIns) -> None:

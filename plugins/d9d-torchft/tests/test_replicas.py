@@ -244,6 +244,33 @@ def test_a_replica_with_another_token_or_size_or_the_same_name_is_refused(tmp_pa
     fleet.close()
 
 
+def test_replicas_that_made_the_same_step_apart_are_brought_to_one_state(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", "b")
+    fleet.each(fleet.step)
+    fleet.each(fleet.meet)
+
+    def disconnected(*_: Any) -> None:
+        raise RuntimeError("connection reset")
+
+    def lose(name: str) -> bool:
+        fleet.replicas[name]._group.reduce = disconnected  # type: ignore[union-attr, method-assign]
+        fleet.replicas[name].reduce([torch.ones(2)], "sum")
+        return fleet.replicas[name].commit()
+
+    # The network fails, and each replica makes the next step alone.
+    assert fleet.each(lose) == {"a": False, "b": False}
+    for name, others in (("a", 1.0), ("b", 2.0)):
+        fleet.lighthouse.set_alive(name)
+        fleet.step(name)
+        fleet.states[name].tensor += others
+    fleet.lighthouse.set_alive("a", "b")
+    found = fleet.each(fleet.step)
+    assert [attempt.source for attempt, _, _ in found.values()] == [None, "a"]
+    assert torch.equal(fleet.states["a"].tensor, fleet.states["b"].tensor)
+    assert [attempt.source for attempt, _, _ in fleet.each(fleet.step).values()] == [None, None]
+    fleet.close()
+
+
 def test_too_few_replicas_are_an_error_after_a_while(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "a", min_replicas=2, quorum_timeout=0.3)
     with pytest.raises(TrainingError, match=r"1 of 2 replicas \(min_replicas\) came within 0.3 s"):

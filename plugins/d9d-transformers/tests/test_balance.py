@@ -8,6 +8,7 @@ import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.model import Stage
+from d9d_core.strategy import StepShape
 from d9d_core.traits import LateInit, modules_with
 from d9d_moe.balancing.balancers import build_balancers
 from d9d_moe.balancing.base import BalancingLoss, Choice
@@ -91,6 +92,14 @@ def test_a_factor_of_a_term_adds_its_gradient_to_the_router_and_to_hidden_states
     assert "model.layers.0.mlp.gate.weight" in changed
     assert "model.embed_tokens.weight" in changed
     assert "lm_head.weight" not in changed
+
+
+@pytest.mark.parametrize(("itemsize", "logits"), [(2, 4), (4, 4), (8, 8)])
+def test_ranks_gather_logits_in_float32_or_wider_and_the_numbers_of_chosen_experts(itemsize: int, logits: int) -> None:
+    parent = torch.nn.ModuleDict({"gate": torch.nn.Linear(2, 2)})
+    balance = Balance(16, 2, build_balancers(()), parent, RouterFacts("gate", "softmax", None))
+    step = StepShape(("forward",), samples=3, positions=5, itemsize=itemsize)
+    assert balance.forward_collectives(step) == [("all_gather", 15 * 16 * logits), ("all_gather", 15 * 2 * 8)]
 
 
 def test_padding_is_not_counted() -> None:

@@ -129,6 +129,17 @@ def test_without_a_compiler_a_layer_keeps_the_tensors_that_autograd_saves(kind: 
     assert block.kept == pytest.approx(kept, rel=0.03)
 
 
+def test_an_activation_without_a_gate_reads_and_writes_its_features() -> None:
+    for share, kept in ((Share(1, 64, width=2), 2), (Share(1, 64, width=2, compiled=True), 1)):
+        cost = stage_cost(of_type("starcoder2", 1), Stage(), share)
+        (activation,) = ops(cost, "activation")
+        size = 2 * 64 * 48  # bytes of the features of all positions
+        assert activation.traffic == 2 * size
+        assert activation.backward_traffic == 4 * size
+        assert activation.kept == kept * size  # without a compiler the input too
+        assert not ops(cost, "silu_mul")
+
+
 def test_stages_have_layers_by_the_parameters_that_a_token_uses() -> None:
     experts = {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     config = of_type("qwen3_moe", 12, vocab_size=2000, **experts)

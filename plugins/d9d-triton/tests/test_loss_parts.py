@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from d9d_nn.ops.linear_cross_entropy import IGNORE
-from d9d_triton.linear_cross_entropy import parts
+from d9d_triton.linear_cross_entropy import narrow, parts
 from d9d_triton.linear_cross_entropy.operators import scaled_gradients
 from d9d_triton.linear_cross_entropy.parts import parts_of
 from d9d_triton.linear_cross_entropy.passes import columns
@@ -69,6 +69,13 @@ def test_products_add_up_in_the_dtype_of_the_sum() -> None:
         total = torch.full((1, 1), 5.0)
         assert parts.add_product(total, a.to(dtype), b.to(dtype), torch.float32) is total
         assert total.item() == 16.0
+
+
+def test_a_loss_of_an_ignored_token_does_not_reach_its_hidden_state() -> None:
+    targets, hidden, weight = torch.tensor([1, IGNORE]), torch.tensor([[2.0], [0.0]]), torch.tensor([[4.0]])
+    narrow.scale(torch.tensor([0.5, torch.inf]), targets, hidden, weight)
+    assert hidden.tolist() == [[1.0], [0.0]]
+    assert weight.tolist() == [[2.0]]
 
 
 def test_a_gradient_of_a_sum_is_known_as_one_number() -> None:
