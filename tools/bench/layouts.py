@@ -6,8 +6,8 @@
 
 Rows of as many ranks share their processes, one job after the other; if they die, or wait for each other for too long,
 the next row begins in new ones. Communication is the time of a step in which its kernels run, and exposed what of that
-no other kernel covers. A row's ``sixth step`` counts from the launch of its processes: what a user waits, in the first
-row.
+no other kernel covers. A row's ``sixth step`` counts from the launch of its processes: the time that a
+user waits, in the first row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands about a submission: what they ask its engine, and what they print."""
+"""Commands about a submission: their questions to its engine, and their output."""
 
 from __future__ import annotations
 

@@ -108,6 +108,7 @@ def test_a_rank_knows_its_place_and_forgets_its_failure_in_an_earlier_start(
     assert first.master[1] > 1023  # a free port that needs no rights
     assert first_trains  # rank 0 says that the run trains
     assert not (folder / TRAINS).exists()
+    assert {logging.getLogger(name).level for name in (None, "ray.train")} == {logging.WARNING}
 
 
 def test_a_stop_that_was_not_asked_for_is_a_preemption(

@@ -127,11 +127,11 @@ def test_a_failure_before_the_ranks_have_met_is_told_too(tmp_path: Path, capsys:
 
 
 def test_errors_of_the_job_come_before_consequences_of_other_failures(tmp_path: Path) -> None:
-    Causes(tmp_path, 0).failed(Failure("lost", 1, second_hand=True))
+    Causes(tmp_path, 0).failed(Failure("a rank was lost", 1, second_hand=True))
     Causes(tmp_path, 1).failed(Failure("crash", 1))
     Causes(tmp_path, 2).failed(Failure("no data", 2))
     (tmp_path / "ray-cause-3.json").write_text("{")
-    assert [text for text, _ in all_causes(tmp_path)] == ["no data", "crash", "lost"]
+    assert [text for text, _ in all_causes(tmp_path)] == ["no data", "crash", "a rank was lost"]
 
 
 def test_the_job_is_loaded_with_the_plugins_of_the_submission(tmp_path: Path) -> None:

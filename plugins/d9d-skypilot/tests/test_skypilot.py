@@ -62,6 +62,13 @@ def task(wanted: LaunchRequest | None = None, **fields: Any) -> dict[str, Any]:
     return found
 
 
+def test_the_script_is_readable_in_the_task_file() -> None:
+    (text,) = launcher().prepare(request()).files.values()
+    script = yaml.safe_load(text)["run"]
+    assert script.count("\n") > 1
+    assert all(f"\n  {line}\n" in text for line in script.splitlines() if line)
+
+
 def test_a_task_asks_for_machines_storage_and_a_restart_after_a_stop() -> None:
     fields = {
         "infra": "aws/us-east-1", "cpus": 96, "memory_gib": 900, "disk_gib": 500, "spot": True,
