@@ -126,7 +126,10 @@ def test_ranks_change_no_bit_of_a_run_and_are_counted_where_they_are_read(
 @pytest.mark.parametrize(
     ("metric", "text"),
     [
-        ({"name": "mean", "values": "tokenloss"}, "did you mean 'token_loss'? the task observes: hidden_states, targets, token_loss"),
+        (
+            {"name": "mean", "values": "tokenloss"},
+            "did you mean 'token_loss'? the task observes: hidden_states, targets, token_loss",
+        ),
         ({"name": "confusion", "problem": {"kind": "binary"}}, "metric 'confusion' (d9d-metrics"),
         ({"name": "compose", "metrics": {"a": {"name": "sum", "values": "nothing"}}}, "reads nothing, which task"),
     ],
