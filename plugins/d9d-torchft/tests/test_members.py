@@ -40,6 +40,23 @@ def test_a_group_has_another_key_after_a_restart_or_a_failure_but_not_after_a_st
     assert len({key_of(members) for members in [before, before[:1], *others]}) == 4
 
 
+def test_members_of_a_group_keep_its_key_and_members_that_meet_again_get_another() -> None:
+    def joined(*names: str) -> str:
+        key = key_of([known[name] for name in names])
+        for name in names:
+            known[name] = replace(known[name], group=key, step=known[name].step + 1)
+        return key
+
+    known = {name: member(name) for name in ("a", "b", "c")}
+    all_three = joined("a", "b", "c")
+    assert joined("a", "b", "c") == all_three
+    two = joined("a", "c")
+    again = joined("a", "b", "c")
+    assert len({all_three, two, again}) == 3
+    assert joined("a", "b", "c") == again
+    assert len({all_three, two, again, joined("b"), joined("a", "c"), joined("a", "b", "c")}) == 6
+
+
 def test_a_member_survives_json_and_strange_objects_are_refused() -> None:
     one = member("a", servers=("10.0.0.1:5", "10.0.0.1:6"))
     assert Member.of(one.to_json()) == one

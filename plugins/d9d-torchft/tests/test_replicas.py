@@ -271,6 +271,23 @@ def test_replicas_that_made_the_same_step_apart_are_brought_to_one_state(tmp_pat
     fleet.close()
 
 
+def test_replicas_that_part_without_a_failure_connect_at_once_when_they_meet_again(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", "b", "c")
+    fleet.each(fleet.step)
+    first = {name: replica._key for name, replica in fleet.replicas.items()}
+    fleet.lighthouse.set_alive("a", "c")  # b is left out of one quorum, with its group still open
+    assert all(committed for _, _, committed in fleet.each(fleet.step, "a", "c").values())
+    fleet.lighthouse.set_alive("a", "b", "c")
+    found = fleet.each(fleet.step)
+    assert all(committed for _, _, committed in found.values())
+    assert [attempt.source for attempt, _, _ in found.values()] == [None, "a", None]
+    keys = {replica._key for replica in fleet.replicas.values()}
+    assert len(keys) == 1
+    assert not keys & set(first.values())
+    assert [replica._failures for replica in fleet.replicas.values()] == [0, 0, 0]
+    fleet.close()
+
+
 def test_too_few_replicas_are_an_error_after_a_while(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "a", min_replicas=2, quorum_timeout=0.3)
     with pytest.raises(TrainingError, match=r"1 of 2 replicas \(min_replicas\) came within 0.3 s"):

@@ -22,6 +22,7 @@ class Member:
         failures: number of attempts of this incarnation that failed; a group of the same members gets a new key.
         store: ``host:port`` of the replica's store, in which the ranks of all replicas can meet.
         servers: ``host:port`` of the transport of each rank.
+        group: key of the group that connects the replica's ranks with others; empty without a group.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Member:
     failures: int
     store: str
     servers: tuple[str, ...]
+    group: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """JSON object that :meth:`of` reads."""
@@ -45,7 +47,7 @@ class Member:
         """
         kinds = {
             "name": str, "incarnation": str, "step": int, "lineage": str, "failures": int, "store": str,
-            "servers": list,
+            "servers": list, "group": str,
         }  # fmt: skip
         if values.keys() != kinds.keys() or any(type(values[name]) is not kind for name, kind in kinds.items()):
             raise ValueError("no description of a replica of this version of d9d-torchft")
@@ -55,9 +57,19 @@ class Member:
 
 
 def key_of(members: Sequence[Member]) -> str:
-    """Key of a group: equal for equal incarnations with equal numbers of failures, whatever their steps."""
-    parts = [[member.name, member.incarnation, member.failures] for member in members]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    """Key of the group of some members, whatever their steps.
+
+    Members that are all in the group of exactly these members keep its key. Other members get a new key, which depends
+    on their incarnations, failures and groups, because the store keeps the addresses of earlier groups.
+    """
+    names, groups = _digest([member.name for member in members]), {member.group for member in members}
+    if len(groups) == 1 and (group := groups.pop()).startswith(f"{names}-"):
+        return group
+    return f"{names}-{_digest([[one.name, one.incarnation, one.failures, one.group] for one in members])}"
+
+
+def _digest(values: object) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def donors(members: Sequence[Member]) -> list[Member]:

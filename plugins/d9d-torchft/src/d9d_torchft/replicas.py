@@ -127,7 +127,7 @@ class TorchFTReplicas:
         while True:
             answer: dict[str, Any] = {}
             if opened.coordinator is not None:
-                member = opened.member(step, self._lineage, self._failures)
+                member = opened.member(step, self._lineage, self._failures, self._key)
                 try:
                     left = max(1.0, deadline - time.monotonic())
                     found = None if stops() else opened.coordinator.quorum(member, left, stops)
@@ -280,11 +280,10 @@ class _Opened:
         self._shared_store: str = shared["store"]
         self._servers = gathered(topology, self.server.address)
 
-    def member(self, step: int, lineage: str, failures: int) -> Member:
+    def member(self, step: int, lineage: str, failures: int, group: str) -> Member:
         """Describe this replica."""
-        return Member(
-            self.settings.replica, self.incarnation, step, lineage, failures, self._shared_store, self._servers
-        )
+        name, store, servers = self.settings.replica, self._shared_store, self._servers
+        return Member(name, self.incarnation, step, lineage, failures, store, servers, group)
 
     def close(self) -> None:
         """Leave the quorum, and stop listening."""
