@@ -34,7 +34,7 @@ def test_missing_and_wrong_settings_are_all_reported(tmp_path: Path) -> None:
         "D9D_TORCHFT_LIGHTHOUSE", "D9D_TORCHFT_REPLICA", "D9D_TORCHFT_TOKEN_FILE",
     ]  # fmt: skip
     assert "has 5 bytes; write at least 16" in lines[3]
-    with pytest.raises(JobError, match=r"TOKEN_FILE: '' cannot be read \(No such file or directory\); name a file"):
+    with pytest.raises(JobError, match="D9D_TORCHFT_TOKEN_FILE is not set; name a file with a secret"):
         Settings.of({})
 
 
@@ -43,3 +43,12 @@ def test_an_interface_becomes_its_address() -> None:
     assert address_of(None) == address_of(TorchFTConfig(name="torchft", interface="lo").interface) == "127.0.0.1"
     with pytest.raises(JobError, match=r"interface 'nothing0' has no IPv4 address .*; name one of .*lo"):
         address_of("nothing0")
+
+
+def test_a_missing_token_file_is_not_looked_for_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "unset").write_text("a secret of another job")
+    with pytest.raises(JobError, match="D9D_TORCHFT_TOKEN_FILE is not set"):
+        Settings.of({"D9D_TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1", "D9D_TORCHFT_REPLICA": "a"})

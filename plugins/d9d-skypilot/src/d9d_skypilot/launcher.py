@@ -91,7 +91,7 @@ class SkyPilotLauncher:
         if found is None:
             return EngineStatus(state="unknown", detail="SkyPilot does not know the job")
         word = str(found.get("status") or "")
-        parts = [word, *(str(found[field]) for field in ("failure_reason", "infra") if found.get(field))]
+        parts = [str(found[field]) for field in ("status", "failure_reason", "infra") if found.get(field)]
         if found.get("recovery_count"):
             parts.append(f"recovered: {found['recovery_count']}")
         state = _STATES.get(word, "failed" if word.startswith("FAILED") else "unknown")

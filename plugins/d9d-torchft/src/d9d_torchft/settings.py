@@ -53,11 +53,13 @@ class Settings:
             problems.append(f"{REPLICA} is '{replica}'; set it to this replica's name: letters, digits, '.', '_', '-'")
         file, token = environ.get(TOKEN_FILE, ""), b""
         try:
-            token = Path(file or "unset").read_bytes().strip()
+            token = Path(file).read_bytes().strip() if file else b""
         except OSError as error:
             problems.append(f"{TOKEN_FILE}: '{file}' cannot be read ({error.strerror}); name a file with a secret")
         else:
-            if len(token) < _SHORTEST:
+            if not file:
+                problems.append(f"{TOKEN_FILE} is not set; name a file with a secret")
+            elif len(token) < _SHORTEST:
                 problems.append(f"{TOKEN_FILE}: the token has {len(token)} bytes; write at least {_SHORTEST}")
         if problems:
             hint = "strategy torchft: start the replicas with d9d torchft run, or set for each of them:"
