@@ -11,7 +11,7 @@ from d9d_core.config import PluginConfig
 from d9d_core.errors import D9dError
 from d9d_core.grid import AXES
 from d9d_core.job_file.lookup import config_schema, load_config
-from d9d_core.plugin import StrategySpec
+from d9d_core.plugin import ModelSpec, StrategySpec
 from d9d_core.registry.capabilities import missing_modules
 from d9d_core.registry.entries import Entry
 from d9d_core.registry.loader import discover
@@ -159,7 +159,7 @@ class SoundJobs:
         if key not in self._schemas:
             self._schemas[key] = config_schema(entry)
         schema = self._schemas[key]
-        own = _MODELS.get(entry.spec.key, {}) if entry.kind.name == "model" else {}
+        own = self._sizes(entry) if isinstance(entry.spec, ModelSpec) else {}
         required = schema.get("required", [])
         share = self._random.choice((0.0, 0.1, 0.3, 0.8))
         return own | {
@@ -167,6 +167,15 @@ class SoundJobs:
             for name, field in schema["properties"].items()
             if name != "name" and name not in own and (name in required or self._random.random() < share)
         }
+
+    def _sizes(self, entry: Entry) -> dict[str, Any]:
+        """Fields of a model that others must fit: of its tiny config, with enough tokens for bytes."""
+        assert isinstance(entry.spec, ModelSpec)
+        if entry.spec.key in _MODELS or entry.spec.tiny is None:
+            return _MODELS.get(entry.spec.key, {})
+        config = entry.spec.tiny.load()()
+        fields = config.model_dump(mode="json", include=config.model_fields_set - {"name"})
+        return fields | {name: _SIZES[name] for name in ("vocab_size", "max_positions") if name in fields}
 
     def _is_valid(self, entry: Entry, fields: dict[str, Any]) -> bool:
         try:
