@@ -18,7 +18,7 @@ Call = Callable[..., Result]
 
 
 class Box:
-    """Stand-in of a launcher; notes what it is asked."""
+    """Stand-in of a launcher that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []

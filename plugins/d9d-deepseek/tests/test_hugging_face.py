@@ -1,4 +1,4 @@
-"""The same numbers as transformers' own DeepSeek-V3, from files that it reads, and files that it wrote."""
+"""DeepSeek-V3 computes the numbers of transformers' model, from files of d9d and of transformers."""
 
 from __future__ import annotations
 

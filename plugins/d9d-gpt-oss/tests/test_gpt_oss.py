@@ -125,7 +125,7 @@ def test_transformers_computes_the_same_from_an_export_and_back(fields: dict[str
 
 
 def quantised(exported: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same files with random MXFP4 experts, in OpenAI's names and layout."""
+    """Checkpoint with random MXFP4 experts, in OpenAI's names and layout."""
     draws, found = torch.Generator().manual_seed(0), dict(exported)
     for name in [name for name in exported if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, features, outputs = found.pop(name).shape

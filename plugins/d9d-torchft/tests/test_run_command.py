@@ -1,4 +1,4 @@
-"""The command that trains with several replicas: the replicas' commands, and what it refuses."""
+"""The command that trains with several replicas: the replicas' commands, and refusals."""
 
 from __future__ import annotations
 
