@@ -140,9 +140,6 @@ def test_predictions_count_the_state_that_plans_of_random_jobs_have(seed: int) -
         # Muon takes the factors of a fine-tuning method for matrices; predictions do not know their shapes.
         if job.peft is not None and job.optimizer.selector == "muon":
             continue
-        # The tensors of DiLoCo count as float32, also in a job with narrower parameters.
-        if job.precision.parameters != "float32" and any(one.selector == "diloco" for one in job.parallel):
-            continue
         try:
             found = predict(job, job.registry, job.views(), Device.named("h200"))
             stored, counted = found.ranks[0], job.plan().memory

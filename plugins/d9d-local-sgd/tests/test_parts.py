@@ -99,7 +99,7 @@ def test_a_plan_lists_the_meeting_and_its_average_per_step() -> None:
 def test_costs_and_defaults_are_those_of_the_papers() -> None:
     outer = DiLoCoConfig()
     assert (outer.period, outer.outer_lr, outer.outer_momentum) == (500, 0.7, 0.9)
-    assert cost(outer) == StrategyCost(meets_every=500, state=8.0)
+    assert cost(outer) == StrategyCost(meets_every=500, state=4.0, copies=1)
     assert cost(LocalSgdConfig(period=4)) == StrategyCost(meets_every=4)
     for wrong in ({"period": 0}, {"outer_momentum": 1.0}, {"outer_lr": 0.0}):
         with pytest.raises(ValidationError):

@@ -273,6 +273,7 @@ class StrategyCost:
         meets_every: number of steps between two all-reduces, in float32, of the parameters over ``dp_replicate``, whose
             replicas take their own steps; 0 if gradients are reduced over ``dp_replicate`` instead.
         state: bytes per trained parameter of tensors that the strategy keeps, sharded like the parameter.
+        copies: number of copies of the trained parameters, in their format, that the strategy keeps in addition.
     """
 
     shards: bool = False
@@ -289,6 +290,7 @@ class StrategyCost:
     overlaps: frozenset[str] = frozenset()
     meets_every: int = 0
     state: float = 0.0
+    copies: int = 0
 
     def __or__(self, other: StrategyCost) -> StrategyCost:
         """Combine two effects: non-default fields of ``other`` replace the fields of this effect."""

@@ -205,7 +205,8 @@ class MemoryModel:
 
     def _state(self, stage: int) -> float:
         """Bytes of the optimizer's state, and of the tensors that strategies keep."""
-        return self._sum(stage).update.state + self._number(stage).trained * self._effect.state
+        kept = self._effect.state + self._effect.copies * self._workload.parameter_width
+        return self._sum(stage).update.state + self._number(stage).trained * kept
 
     def _kept(self, stage: int) -> float:
         return self._sum(stage).kept
