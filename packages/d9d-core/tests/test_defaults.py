@@ -134,6 +134,7 @@ def given_by(record: type[Any]) -> dict[str, Any]:
                 "keeps_attention": False,
                 "meets_every": 0,
                 "state": 0.0,
+                "copies": 0,
             },
         ),
         (
