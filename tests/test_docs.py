@@ -92,10 +92,11 @@ def test_the_reference_names_every_event_in_order_with_its_fields() -> None:
 
 def test_the_reference_names_every_command_with_its_package_and_option() -> None:
     tool = import_tool("option_table")
-    offered = {
+    homes = {
         f"d9d {name}": command.callback.__module__.partition(".")[0].replace("_", "-")
         for name, command in tool.commands().items()
     }
+    offered = {name: home for name, home in homes.items() if home in FOUNDATION}
     rows = tables(COMMANDS, "command", "package", "action")
     documented = {re.split(r" \[| [A-Z]", quoted(command)[0])[0]: package for command, package, _ in rows}
     assert documented == offered
@@ -120,10 +121,13 @@ def test_the_reference_names_every_command_of_the_plugins() -> None:
 def test_a_wrong_table_of_options_is_recognised() -> None:
     tool = import_tool("option_table")
     text = COMMANDS.read_text("utf-8")
-    assert tool.written(text.replace("| `--nproc N` | `train` |", "| `--nproc N` | all |")) == text
-    rows = {row[0]: row[1] for row in tables(COMMANDS, "option", "of", "meaning")}
-    assert rows["`--layout LAYOUT`"] == "`verify`"
-    assert "`verify`" in rows["`--set FIELD=VALUE`"]
+    assert tool.written(text.replace("| `--lines N` | `launch status` | `10`", "| `--lines N` | all | `10`")) == text
+    rows = {row[0]: row[1:3] for row in reversed(tables(COMMANDS, "option", "of", "default", "meaning"))}
+    assert rows["`--layout LAYOUT`"] == ["`verify`", ""]
+    assert rows["`--max-ranks N`"] == ["`verify`", "`8`, at least 1"]
+    assert "`verify`" in rows["`--set FIELD=VALUE`"][0]
+    assert rows["`--plugin FILE`"][0].startswith("all but ")
+    assert "`state diff`" in rows["`--plugin FILE`"][0]
 
 
 def import_tool(name: str) -> Any:

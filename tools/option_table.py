@@ -3,7 +3,7 @@
     uv run python tools/option_table.py           write docs/command-line.md
     uv run python tools/option_table.py --check   exit with 1 if it is out of date
 
-The table is read from d9d's commands; the meanings are their help texts.
+The table is read from the commands of all packages of the repository; the meanings are their help texts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import typer.main
 from d9d_core.cli.app import app
-from d9d_core.cli.group import foundation_commands
 from d9d_core.plugin import CommandSpec
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
@@ -30,14 +29,21 @@ LEFT_OUT = ("--install-completion", "--show-completion")
 def commands() -> dict[str, Any]:
     """Name -> command; sub-commands have names of two words."""
     found = dict(_commands_of(typer.main.get_command(app)))
-    for entry in foundation_commands(discover(PluginPolicy(allow=frozenset()))):
+    for entry in discover(PluginPolicy()).entries("command"):
         assert isinstance(entry.spec, CommandSpec)
-        command: Any = typer.main.get_command(entry.spec.app.load())
-        if hasattr(command, "commands"):
-            found |= _commands_of(command, f"{entry.spec.key} ")
-        else:
-            found[entry.spec.key] = command
+        # Other plugins may be installed here.
+        if entry.origin.distribution in members():
+            command: Any = typer.main.get_command(entry.spec.app.load())
+            if hasattr(command, "commands"):
+                found |= _commands_of(command, f"{entry.spec.key} ")
+            else:
+                found[entry.spec.key] = command
     return found
+
+
+def members() -> set[str]:
+    """Names of the repository's distributions."""
+    return {path.parent.name for path in (*ROOT.glob("packages/*/src"), *ROOT.glob("plugins/*/src"))}
 
 
 def _commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -49,18 +55,28 @@ def _commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def table() -> str:
-    """One row for each option and meaning, with the commands that accept it."""
+    """One row for each option, default and meaning, with the commands that accept it."""
     own = commands()
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str, str], list[str]] = {}
     for name, command in [("d9d", typer.main.get_command(app)), *own.items()]:
         for option in command.params:
-            if option.opts[0].startswith("--") and option.opts[0] not in LEFT_OUT:
+            if option.opts[0].startswith("--") and option.opts[0] not in LEFT_OUT and not option.hidden:
                 shown = f"{option.opts[0]} {option.metavar or ''}".strip()
-                found.setdefault((shown, option.help), []).append(name)
+                found.setdefault((shown, _default(option), option.help), []).append(name)
     rows = [
-        f"| `{_cell(shown)}` | {_several(names, list(own))} | {_cell(text)} |" for (shown, text), names in found.items()
+        f"| `{_cell(shown)}` | {_several(names, list(own))} | {default} | {_cell(text)} |"
+        for (shown, default, text), names in found.items()
     ]
-    return "\n".join(["| option | of | meaning |", "|---|---|---|", *rows])
+    return "\n".join(["| option | of | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _default(option: Any) -> str:
+    """Default of an option and the least and the largest number that it accepts; empty for a plain flag or text."""
+    value = option.default
+    default = "" if value is None or value is False or value in ((), [], "") else f"`{_cell(str(value))}`"
+    bounds = ("at least", option.min), ("at most", option.max)
+    limits = [f"{words} {bound}" for words, bound in bounds if bound is not None]
+    return ", ".join(filter(None, [default, *limits]))
 
 
 def _cell(text: str) -> str:

@@ -33,7 +33,7 @@ from d9d_planner.report import advice, largest, memory_line, plan_table, time_li
 from d9d_planner.search import Found, refusal, search
 from d9d_planner.workload import Workload
 
-app = command_app("plan", "Find the fastest layout of a job that fits, without a GPU.")
+app = command_app()
 _GIB = 2**30
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from d9d_verify.compare import Verdict
 
-app = command_app("verify", "Check that layouts of a job compute the same as one process.")
+app = command_app()
 
 
 @app.command()

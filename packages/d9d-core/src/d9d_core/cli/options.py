@@ -42,11 +42,13 @@ Memory = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def command_app(name: str, help_text: str) -> typer.Typer:
-    """Create a typer application for a :class:`~d9d_core.plugin.CommandSpec`, whose errors ``d9d`` prints."""
-    return typer.Typer(
-        name=name, help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
-    )
+def command_app(help_text: str | None = None) -> typer.Typer:
+    """Create a typer application for a :class:`~d9d_core.plugin.CommandSpec`, whose errors ``d9d`` prints.
+
+    Args:
+        help_text: help of an application of several commands. A single command has its docstring.
+    """
+    return typer.Typer(help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
 def bytes_of(text: str | None) -> int | None:

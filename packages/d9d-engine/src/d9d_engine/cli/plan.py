@@ -10,7 +10,7 @@ from d9d_core.job import JobFile
 
 from d9d_engine.job import Job
 
-explain_app = command_app("explain", "Show a job's components, its strategies in order, and the reasons.")
+explain_app = command_app()
 
 
 def check_plan(file: JobFile, world_size: int | None) -> None:
@@ -33,7 +33,7 @@ def check_plan(file: JobFile, world_size: int | None) -> None:
 def explain(
     job: JobPath,
     world_size: WorldSize = None,
-    rank: Annotated[int, typer.Option(help="Rank whose stages and collectives are shown.")] = 0,
+    rank: Annotated[int, typer.Option(metavar="K", min=0, help="Rank whose stages and collectives are shown.")] = 0,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,

@@ -27,7 +27,7 @@ from d9d_engine.launch.start import (
 )
 from d9d_engine.run.interrupt import STOPPED, Interrupts, Terminated
 
-app = command_app("train", "Train, or continue after an interruption.")
+app = command_app()
 
 
 @app.command()

@@ -24,7 +24,7 @@ from d9d_inference.evaluation.subject import Request, Subject, find_subject, sam
 if TYPE_CHECKING:
     from d9d_inference.evaluation.result import Evaluated, Report
 
-app = command_app("evaluate", "Measure losses and metrics of a trained model, and compare two models.")
+app = command_app()
 
 
 @app.command()

@@ -11,7 +11,7 @@ import typer
 from d9d_core.cli.options import Files, NoPlugins, command_app, discover_plugins, say
 from d9d_core.errors import JobError
 
-app = command_app("generate", "Generate text with a trained model.")
+app = command_app()
 
 
 @app.command()

@@ -25,7 +25,7 @@ from d9d_engine.run.interrupt import STOPPED, Interrupts, Terminated
 
 from d9d_inference.job import InferenceJob
 
-app = command_app("infer", "Run a model over data, and write one row of output for each input row.")
+app = command_app()
 
 
 @app.command()

@@ -6,7 +6,7 @@ from d9d_core.cli.options import Files, NoPlugins, Overrides, command_app, disco
 
 from d9d_launch.commands.options import Engine, Location
 
-app = command_app("cancel", "Let a submitted job save, and end it for good.")
+app = command_app()
 
 
 @app.command()

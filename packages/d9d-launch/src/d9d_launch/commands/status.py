@@ -9,7 +9,7 @@ from d9d_core.cli.options import Files, NoPlugins, Overrides, command_app, disco
 
 from d9d_launch.commands.options import Engine, Location
 
-app = command_app("status", "Show the state, the progress and the last lines of a submitted job.")
+app = command_app()
 
 
 @app.command()

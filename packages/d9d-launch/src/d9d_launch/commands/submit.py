@@ -20,7 +20,7 @@ from d9d_core.cli.options import (
     load_job,
 )
 
-app = command_app("submit", "Check a job and submit it to an engine such as Slurm.")
+app = command_app()
 
 
 @app.command()

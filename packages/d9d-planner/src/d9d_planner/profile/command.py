@@ -28,7 +28,7 @@ from d9d_engine.run.interrupt import STOPPED, Interrupts, Terminated
 from d9d_planner.device import Device
 from d9d_planner.prediction import predict
 
-app = command_app("profile", "Run some steps of a job, and show where their time goes.")
+app = command_app()
 #: Parts of a job that a profile leaves out.
 _OMITTED = (
     "epochs=null", "evaluation=null", "checkpoint.every=null", "trackers=[]", "subscribers=[]", "metrics=[]",

@@ -9,7 +9,7 @@ import typer
 from d9d_core.cli.options import command_app, say
 from d9d_core.errors import JobError
 
-app = command_app("report", "Write an HTML page about one or several runs.")
+app = command_app()
 
 
 @app.command()

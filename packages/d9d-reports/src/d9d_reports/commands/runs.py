@@ -13,7 +13,7 @@ from d9d_core.errors import JobError
 if TYPE_CHECKING:
     from d9d_reports.runs.record import RunRecord
 
-app = command_app("runs", "List runs and compare them.")
+app = command_app("List runs and compare them.")
 
 
 @app.command("list")

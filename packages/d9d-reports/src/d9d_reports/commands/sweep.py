@@ -13,7 +13,7 @@ from d9d_core.errors import JobError
 from d9d_engine.job import Job
 from d9d_engine.launch.start import for_processes
 
-app = command_app("sweep", "Train a job with every combination of given values.")
+app = command_app()
 
 
 @app.command()

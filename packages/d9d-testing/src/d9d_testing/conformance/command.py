@@ -14,7 +14,7 @@ from d9d_core.terminal.console import console_for
 from rich.table import Table
 from rich.text import Text
 
-app = typer.Typer(name="conform", pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 _COLOURS = {"passed": "green", "failed": "red", "missing": "yellow", "declarations": ""}
 

@@ -11,7 +11,7 @@ from d9d_core.terminal.console import console_for
 from d9d_testing.scaffold.kinds import KINDS
 from d9d_testing.scaffold.package import write_plugin
 
-app = typer.Typer(name="plugin", pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 @app.command(no_args_is_help=True)

@@ -15,7 +15,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from d9d_verify.certify.certificate import Certificate
 
-app = command_app("certify", "Check which layouts and features compute the same for a model.")
+app = command_app()
 
 
 @app.command()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from d9d_core.cli.options import AsJson, Files, NoPlugins, command_app, discover_plugins, echo
 
-app = command_app("state", "Inspect, convert, compare and publish checkpoints.")
+app = command_app("Inspect, convert, compare and publish checkpoints.")
 
 Source = Annotated[str, typer.Argument(help="Model directory, .safetensors file, run, checkpoint, or fsspec address.")]
 

@@ -17,7 +17,7 @@ from d9d_core.untrusted import visible
 from d9d_data.cli.samples import Sample, cut_off, marked, names_of_texts, samples_of, tokenizer_for
 
 app = typer.Typer(
-    name="data", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Show the samples that a job trains on.",
 )  # fmt: skip
 
@@ -30,12 +30,13 @@ def data() -> None:
 @app.command()
 def show(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")],
-    count: Annotated[int, typer.Option(min=1, help="Samples to show.")] = 3,
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Samples to show.")] = 3,
     overrides: Annotated[
-        list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file.")
+        list[str],
+        typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file; may be repeated."),
     ] = [],  # noqa: B006 - typer reads the default
     plugin: Annotated[
-        list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")
+        list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin; may be repeated.")
     ] = [],  # noqa: B006
 ) -> None:
     """Print the first training samples. Tokens to learn are green, or between « and » without colours."""

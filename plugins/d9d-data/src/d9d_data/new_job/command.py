@@ -21,7 +21,7 @@ from d9d_core.words import find
 
 from d9d_data.new_job.kinds import KINDS, Kind
 
-app = typer.Typer(name="job", pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 _NAMES = ", ".join(KINDS)
 #: Dataset -> source of small data to try a job with: a source of every Python, or a file that is written.
 _SAMPLES = {

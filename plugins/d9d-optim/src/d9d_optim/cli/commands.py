@@ -19,7 +19,6 @@ from d9d_core.registry.policy import PluginPolicy
 from d9d_optim.cli.picture import svg_plot, text_plot
 
 app = typer.Typer(
-    name="lr",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,15 +35,18 @@ def lr() -> None:
 def show(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")],
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Length of the run; required if the job gives epochs.")
+        int | None, typer.Option(metavar="N", min=1, help="Length of the run; required if the job gives epochs.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="SVG file to write; by default named after the job file.")
+        Path | None, typer.Option(metavar="FILE", help="SVG file to write; by default named after the job file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    overrides: Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="A field of the job file.")] = [],  # noqa: B006 - typer reads the default
+    overrides: Annotated[
+        list[str],
+        typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file; may be repeated."),
+    ] = [],  # noqa: B006 - typer reads the default
     plugin: Annotated[
-        list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")
+        list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin; may be repeated.")
     ] = [],  # noqa: B006
 ) -> None:
     """Plot the learning rate of each step of a job."""

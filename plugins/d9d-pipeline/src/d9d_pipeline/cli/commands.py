@@ -24,7 +24,6 @@ from d9d_pipeline.simulator.picture import draw
 from d9d_pipeline.simulator.run import simulate
 
 app = typer.Typer(
-    name="pipeline",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,27 +40,40 @@ CostsText = Annotated[
     ),
 ]
 Buffers = Annotated[
-    int | None, typer.Option(min=1, help="Tensors in transit between two ranks before a send waits; default: no limit.")
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Tensors in transit between two ranks before a send waits; default: no limit."
+    ),
 ]
-Files = Annotated[list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")]
+Files = Annotated[
+    list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin; may be repeated.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def show(
     target: Annotated[str, typer.Argument(metavar="NAME|JOB", help="A schedule, or a job file that names one.")],
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks; by default the job's.")] = None,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches; by default the job's.")] = None,
+    pp: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pipeline ranks; by default the job's.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(metavar="M", min=1, help="Microbatches; by default the job's.")
+    ] = None,
     costs: CostsText = "",
     buffers: Buffers = None,
     overrides: Annotated[
-        list[str], typer.Option("--set", metavar="FIELD=VALUE", help="A field of the schedule, or of the job file.")
+        list[str],
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="A field of the schedule, or of the job file; may be repeated."
+        ),
     ] = [],  # noqa: B006 - typer reads the default
     forward_only: Annotated[bool, typer.Option("--inference", help="Show the program of an evaluation.")] = False,
     program: Annotated[bool, typer.Option("--program", help="Print each rank's actions instead.")] = False,
     picture: Annotated[
         Path | None,
-        typer.Option(help="SVG file to write; default name: the schedule's (needs the extra plots of d9d-engine)."),
+        typer.Option(
+            metavar="FILE",
+            help="SVG file to write; default name: the schedule's (needs the extra plots of d9d-engine).",
+        ),
     ] = None,
     as_json: AsJson = False,
     plugin: Files = [],  # noqa: B006
@@ -98,8 +110,8 @@ def show(
 
 @app.command()
 def compare(
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")],
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")],
+    pp: Annotated[int, typer.Option(metavar="N", min=1, help="Pipeline ranks.")],
+    microbatches: Annotated[int, typer.Option(metavar="M", min=1, help="Microbatches of a step.")],
     costs: CostsText = "",
     buffers: Buffers = None,
     memory: Annotated[

@@ -13,12 +13,7 @@ from typing import Annotated
 import typer
 from d9d_core.errors import JobError
 
-app = typer.Typer(
-    name="lighthouse",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Serve the lighthouse, at which the replicas of a job meet.",
-)
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 @app.command()

@@ -12,13 +12,7 @@ from d9d_core.job import JobFile
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.untrusted import visible
 
-app = typer.Typer(
-    name="run",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Train with several replicas on this machine, and restart replicas that die.",
-)
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 @app.command()
@@ -27,10 +21,11 @@ def run(
     replicas: Annotated[int, typer.Option(metavar="R", help="Number of replicas.", min=1)] = 2,
     max_restarts: Annotated[int, typer.Option(metavar="N", help="Number of restarts of each replica.", min=0)] = 10,
     overrides: Annotated[
-        list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file.")
+        list[str],
+        typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file; may be repeated."),
     ] = [],  # noqa: B006 - typer reads the default
     plugin: Annotated[
-        list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")
+        list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin; may be repeated.")
     ] = [],  # noqa: B006
 ) -> None:
     """Train. Replica K has the run NAME-K, with its own checkpoints and its own copy of the trained model."""
