@@ -207,13 +207,25 @@ def refused() -> list[str]:
     with pytest.raises(BuildError) as caught:
         loop_of(build_stages(lambda stage: Qwen3(CONFIG, stage), topology_of(cp=2)))
     texts.append(str(caught.value))
+    stages = build_stages(lambda stage: Qwen3(CONFIG, stage), topology_of(dp_shard=2))
+    fsdp(stages, match=["layers.*"], compute_dtype="bfloat16")
+    with pytest.raises(BuildError) as caught:
+        loop_of(stages)
+    texts.append(str(caught.value))
+    topology = topology_of(dp_shard=2)
+    stages = build_stages(lambda stage: Qwen3(CONFIG, stage), topology)
+    fsdp(stages, compute_dtype="bfloat16")
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with pytest.raises(TrainingError) as uneven:
+        loop_of(stages).step([{"tokens": tokens, "targets": tokens}] * (1 + topology.rank))
+    texts.append(str(uneven.value))
     assert dist.get_world_size() == 2
     return texts
 
 
 @pytest.mark.thorough
 def test_bad_input_of_a_loop_is_refused() -> None:
-    for first, second, third, fourth, fifth in World(2).run(refused):
+    for first, second, third, fourth, fifth, sixth, seventh in World(2).run(refused):
         assert first == "mesh.pp is 2, but there is no schedule; give one by build_schedule()"
         assert second.startswith("strategy 'fsdp': the pattern 'layer.0' in 'match' matches no module; modules with")
         assert third.startswith(
@@ -221,3 +233,8 @@ def test_bad_input_of_a_loop_is_refused() -> None:
         )
         assert fourth.startswith("strategy 'activation_checkpointing' was applied after 'replicate'; apply 'activation")
         assert fifth.startswith("mesh.cp is 2, but no strategy of these stages uses that axis; apply a strategy")
+        assert sixth.startswith(
+            "strategy 'fsdp': compute_dtype is bfloat16, but 'embedding.weight' is computed in another"
+        )
+        assert sixth.endswith("or set autocast of OwnLoop() instead")
+        assert "microbatch(es) on this rank, and 1 to 2 over all ranks; give each rank the same number" in seventh

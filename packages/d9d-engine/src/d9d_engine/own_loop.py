@@ -51,6 +51,7 @@ from d9d_engine.compose.assemble import merged, refuse_unmatched, shared_names, 
 from d9d_engine.compose.initialise import Undrawn
 from d9d_engine.compose.joined_stages import joined_stages
 from d9d_engine.compose.kernels import bind_kernels, ops_elsewhere, refuse_unused
+from d9d_engine.compose.parts.matches import check_conversions
 from d9d_engine.compose.weights import materialise
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.positions import ZigzagPositions
@@ -226,9 +227,9 @@ class OwnLoop:
         registry: registry with the kernels; by default, the installed plugins.
 
     Raises:
-        BuildError: two strategies reduce one gradient, a requested kernel refuses an op or has no op, the strategies
-            stand in another order than in a job, or none of them uses an axis of ``tp``, ``cp`` and ``ep`` that has
-            several ranks.
+        BuildError: two strategies reduce one gradient, a strategy converts the parameters of a part of the model and
+            no other strategy the rest, a requested kernel refuses an op or has no op, the strategies stand in another
+            order than in a job, or none of them uses an axis of ``tp``, ``cp`` and ``ep`` that has several ranks.
     """
 
     def __init__(
@@ -256,6 +257,9 @@ class OwnLoop:
         self._count, self._ended = 0, True
         outcomes = [(name, one) for of_stage in stages.applied.values() for name, one in of_stage]
         converted = next((one.compute_dtype for _, one in reversed(outcomes) if one.compute_dtype is not None), None)
+        if autocast is None:
+            placed = [(f"strategy '{name}'", one) for name, one in outcomes]
+            check_conversions(stages.here.values(), placed, "autocast of OwnLoop()")
         self._bind(stages, kernels or {}, autocast or converted, outcomes, registry)
         for index, stage in stages.here.items():
             host = frozenset(name for _, one in stages.applied[index] for name in one.on_host)
@@ -322,7 +326,8 @@ class OwnLoop:
             Loss, its terms and the norm of all gradients, as tensors on the device, equal on all ranks.
 
         Raises:
-            TrainingError: the pack is empty, or :meth:`end_step` was not called after the last step.
+            TrainingError: the pack is empty, ranks have different numbers of microbatches in the first step, or
+                :meth:`end_step` was not called after the last step.
         """
         if not pack:
             raise TrainingError("step() got an empty pack; give each rank the same number of microbatches, not zero")
@@ -331,6 +336,8 @@ class OwnLoop:
                 "step() was called twice without end_step(), so gradients of two steps would be added; call end_step() "
                 "after the optimizer's step, and give step() all microbatches of a step"
             )
+        if self._count == 0:
+            self._check_counts(len(pack))
         self._ended = False
         own = self._own(pack)
         scale = self._scale.begin(own)
@@ -361,6 +368,19 @@ class OwnLoop:
 
     def _own(self, pack: Sequence[Microbatch]) -> Pack:
         return [microbatch if self._split is None else self._split(microbatch) for microbatch in pack]
+
+    def _check_counts(self, count: int) -> None:
+        """Compare the number of microbatches over all ranks; only in the first step, because the host waits."""
+        if self.topology.world_size == 1:
+            return
+        bounds = torch.tensor([count, -count], device=self.topology.device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        most, least = bounds[0].item(), -bounds[1].item()
+        if most != least:
+            raise TrainingError(
+                f"step() got {count} microbatch(es) on this rank, and {least} to {most} over all ranks; give each rank "
+                "the same number, in each step"
+            )
 
     def _draw(self, seed: int, size: int) -> MicrobatchSeeds:
         # Ranks have disjoint ranges of sample numbers, whatever the number of microbatches.

@@ -60,17 +60,36 @@ def format_of_compute(
     converting = [(chosen, outcome) for chosen, outcome in applied if outcome.compute_dtype is not None]
     if not converting:
         return precision.parameters
+    if any(chosen.of_part for chosen, _ in converting):
+        placed = [(chosen.where, outcome) for chosen, outcome in converting]
+        check_conversions(stages, placed, "precision.autocast")
+    return _name(converting[-1][1].compute_dtype)
+
+
+def check_conversions(stages: Iterable[nn.Module], applied: Iterable[tuple[str, Applied]], otherwise: str) -> None:
+    """Check that strategies that convert parameters before the compute convert all of them, to one dtype.
+
+    Args:
+        stages: stages of this rank, after all strategies.
+        applied: places of the strategies, for messages, and their effects.
+        otherwise: setting of autocast, for messages.
+
+    Raises:
+        BuildError: a strategy converts the parameters of a part of the model, and no other strategy converts the rest.
+    """
+    converting = [(place, outcome) for place, outcome in applied if outcome.compute_dtype is not None]
+    if not converting:
+        return
     last, compute = converting[-1][0], converting[-1][1].compute_dtype
-    for stage in stages if any(chosen.of_part for chosen, _ in converting) else ():
+    for stage in stages:
         for name, parameter in stage.named_parameters():
             formats = {outcome.compute_dtype for _, outcome in converting if is_inside(name, outcome.modules)}
             if (formats or {parameter.dtype}) != {compute}:
                 raise BuildError(
-                    f"{last.where}: compute_dtype is {_name(compute)}, but '{name}' is computed in another format, and "
+                    f"{last}: compute_dtype is {_name(compute)}, but '{name}' is computed in another format, and "
                     "kernels are chosen for one; match all modules by entries with the same compute_dtype, or set "
-                    "precision.autocast instead"
+                    f"{otherwise} instead"
                 )
-    return _name(compute)
 
 
 def _name(dtype: torch.dtype | None) -> str:
