@@ -52,7 +52,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.thorough
 def test_a_stopped_run_has_its_own_status_and_a_finished_one_0(small_job: Write, tmp_path: Path) -> None:
-    job = str(small_job("run", steps=400, logging={"every": 1}))
+    job = str(small_job("run", steps=200, logging={"every": 1}))
     directory = tmp_path / "runs" / "run"
     with subprocess.Popen([*D9D, "train", job], stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
@@ -62,7 +62,7 @@ def test_a_stopped_run_has_its_own_status_and_a_finished_one_0(small_job: Write,
         process.communicate(timeout=60)
     assert process.returncode == STOPPED
     stopped = json.loads((directory / "stopped.json").read_text())
-    assert (stopped["steps"], stopped["request"]) == (400, "SIGTERM")
+    assert (stopped["steps"], stopped["request"]) == (200, "SIGTERM")
     assert [int(one.name[5:]) for one in (directory / "checkpoints").glob("step-*")] == [stopped["step"]]
     status, errors = run("train", job)
     assert status == 0, errors

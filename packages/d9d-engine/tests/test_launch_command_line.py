@@ -33,7 +33,7 @@ def d9d(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_train_with_nproc_starts_the_same_command(d9d: Callable[..., Any], tmp_path: Path) -> None:
     result = d9d("--nproc", "auto", "--max-restarts", "1", "--set", "steps=2")
     assert result.returncode == 0, result.stderr
