@@ -9,13 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import d9d_weights.state.command as command
+import d9d_weights.state.push as push
 import pytest
 import torch
 from d9d_core.errors import CheckpointError
+from d9d_weights.state.command import app
 from d9d_weights.state.push import Push, push_state
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 pytest.importorskip("huggingface_hub")
 
@@ -30,6 +35,7 @@ class Hub:
     private: dict[str, bool] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     tokens: set[str | None] = field(default_factory=set)
+    commits: list[tuple[str, str]] = field(default_factory=list)
     refuses: bool = False
 
 
@@ -76,6 +82,8 @@ def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.answer({"files": modes})
             else:
                 for line in map(json.loads, content.splitlines()):
+                    if line["key"] == "header":
+                        hub.commits.append((self.path.rpartition("/")[2], line["value"]["summary"]))
                     if line["key"] == "file":
                         hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
                 self.answer({"success": True, "commitUrl": f"{hub.address}/{REPOSITORY}/commit/1", "commitOid": "1"})
@@ -186,3 +194,45 @@ def test_a_refusal_of_the_hub_says_how_to_log_in(tmp_path: Path, hub: Hub) -> No
 def test_a_name_that_is_no_repository_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="is no name of a repository; write OWNER/NAME"):
         push_state(Push(str(export(tmp_path / "model")), name), lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("words", "commit", "private"),
+    [
+        (["--yes"], ("main", "Upload with d9d"), True),
+        (["--yes", "--public", "--revision", "dev", "--message", "third try"], ("dev", "third try"), False),
+    ],
+)
+def test_the_command_uploads_without_a_question_if_told_to(
+    tmp_path: Path, hub: Hub, words: list[str], commit: tuple[str, str], private: bool
+) -> None:
+    result = CliRunner().invoke(app, ["push", str(export(tmp_path / "model")), REPOSITORY, *words])
+    assert result.exit_code == 0, result.output
+    assert f"{hub.address}/{REPOSITORY}/commit/1" in result.output
+    assert (hub.commits, hub.private) == ([commit], {REPOSITORY: private})
+
+
+def test_the_command_gives_an_adapter_the_name_of_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Push] = []
+    monkeypatch.setattr(push, "push_state", lambda asked, _: seen.append(asked) or "uploaded")
+    result = CliRunner().invoke(app, ["push", "adapter", REPOSITORY, "--base-model", "someone/base"])
+    assert (result.exit_code, result.output) == (0, "uploaded\n")
+    assert seen == [Push("adapter", REPOSITORY, base_model="someone/base")]
+
+
+def test_the_command_uploads_nothing_if_no_terminal_can_answer(tmp_path: Path, hub: Hub) -> None:
+    result = CliRunner().invoke(app, ["push", str(export(tmp_path / "model")), REPOSITORY], input="y\n")
+    assert result.exit_code == 1
+    assert "nothing was uploaded; to upload without a question, add --yes" in result.output
+    assert (hub.private, hub.files) == ({}, {})
+
+
+@pytest.mark.parametrize(("answer", "uploads"), [("y", True), ("n", False)])
+def test_the_command_asks_at_a_terminal(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, answer: str, uploads: bool
+) -> None:
+    monkeypatch.setattr(command, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    result = CliRunner().invoke(app, ["push", str(export(tmp_path / "model")), REPOSITORY], input=f"{answer}\n")
+    assert result.exit_code == 0, result.output
+    assert "upload these files?" in result.output
+    assert bool(hub.files) is uploads
