@@ -31,9 +31,9 @@ class CausalLM(TextTask):
     microbatches of a batch have weights or none has.
 
     Microbatches have ``tokens`` and ``targets``, and optional ``positions`` and ``documents``, all int64 [B, S]; with
-    right-padded samples also ``lengths`` int64 [B]. If the model's config predicts further tokens (``mtp``), each
-    microbatch gets their inputs and targets (:func:`~d9d_nn.further_targets.further_targets`). The model's last stage returns ``token_loss`` float32 [B, S], named
-    ``<head>/token_loss`` if the model has several heads.
+    right-padded samples also ``lengths`` int64 [B]. The model's last stage returns ``token_loss`` float32 [B, S], named
+    ``<head>/token_loss`` if the model has several heads. A model that predicts further tokens (``mtp`` in its config)
+    also gets their inputs and targets, see :func:`~d9d_nn.further_targets.further_targets`.
 
     Args:
         config: config with the name of the head.

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal
 from d9d_core.config import ModelConfig
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from d9d_nn.decoder.multi_token_config import MultiTokenPrediction
 from d9d_nn.decoder.presets import Presets, fill, sizes_or_preset
 from d9d_nn.heads.config import CausalLMHeadConfig, Heads, check_heads
 from d9d_nn.initialization import Initialization
-from d9d_nn.decoder.multi_token_config import MultiTokenPrediction
 from d9d_nn.rope.scaling import Rope, RopeScaling
 
 #: Kind of a layer's attention, as transformers calls it.

@@ -20,9 +20,7 @@ def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> flo
     projection, and the head once more.
     """
     layers = range(config.num_layers + config.multi_token().depths)
-    matmul_parameters = (
-        layer_parameters(config) + head_parameters(config, sequence_length) + further_parameters(config)
-    )
+    matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length) + further_parameters(config)
     mixing = sum(config.mixing_flops(layer, sequence_length) for layer in layers)
     return 6.0 * matmul_parameters + mixing
 

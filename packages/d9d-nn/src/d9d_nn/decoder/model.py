@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from d9d_nn.attention.masks import AttentionMasks, prepare_masks
 from d9d_nn.decoder.block import DecoderBlock
 from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.multi_token import MultiTokenLayers, lookup_ids
 from d9d_nn.decoder.stages import layers_of
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
+from d9d_nn.further_targets import MTP_TARGETS, MTP_TOKENS, further_targets
 from d9d_nn.heads.config import head_reads
 from d9d_nn.heads.heads import Heads
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
-from d9d_nn.decoder.multi_token import MultiTokenLayers, lookup_ids
-from d9d_nn.further_targets import MTP_TARGETS, MTP_TOKENS, further_targets
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import LayerRotations, Rotation
 
@@ -182,9 +182,10 @@ class DecoderModel(nn.Module):
                 a result for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
             pooling_mask: bool or integers [B, S], of all positions; heads with masked pooling average the positions
                 with other values than zero.
-            mtp_tokens, mtp_targets: int64 [B, S, D], for multi-token prediction in training, see
-                :func:`~d9d_nn.further_targets.further_targets`. A model that has all stages and all positions
-                computes them itself if they are ``None``.
+            mtp_tokens: int64 [B, S, D], for multi-token prediction in training, see
+                :func:`~d9d_nn.further_targets.further_targets`. A model that has all stages and all positions computes
+                both inputs itself if they are ``None``.
+            mtp_targets: int64 [B, S, D], see ``mtp_tokens``.
             layer_sums: [B, S, H] each, for later stages: the other outputs of the previous stage.
 
         Returns:

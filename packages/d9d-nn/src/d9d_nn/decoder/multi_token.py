@@ -16,8 +16,8 @@ from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.auxiliary_loss import add_auxiliary_loss
 from d9d_nn.decoder.block import DecoderBlock
 from d9d_nn.decoder.config import DecoderConfig
-from d9d_nn.linear import Linear
 from d9d_nn.further_targets import MTP_TARGETS, NO_TOKEN
+from d9d_nn.linear import Linear
 from d9d_nn.ops.attention.slot import AttentionSlot
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation
@@ -62,7 +62,9 @@ class MultiTokenLayer(nn.Module):
         Args:
             hidden: [B, S, H], normalised output of the previous depth; for the first depth, of the main model.
             embedded: [B, S, H], embeddings of the later tokens.
-            rotation, documents, padding: see :meth:`DecoderBlock.forward`.
+            rotation: see :meth:`DecoderBlock.forward`.
+            documents: see :meth:`DecoderBlock.forward`.
+            padding: see :meth:`DecoderBlock.forward`.
         """
         embedded, hidden = self.embedding_norm(embedded), self.hidden_norm(hidden)  # [B, S, H] each
         parts = (embedded, hidden) if self.embedding_first else (hidden, embedded)
@@ -151,16 +153,16 @@ class MultiTokenLayers(nn.ModuleDict):
             further: float32 [D * B, S], losses of the further tokens, depth by depth.
 
         Returns:
-            ``token_loss``, unchanged.
+            A copy of ``token_loss``.
         """
         for term, losses in zip(self._prediction.terms(), further.chunk(len(self)), strict=True):
             total = losses.sum().float()
             with torch.no_grad():
                 self.get_buffer(f"{term}_sum").copy_(total)
             token_loss = add_auxiliary_loss(token_loss, total, self.get_buffer(f"{term}_factor"))
-        return token_loss
+        return token_loss.clone()  # not a view, on which FSDP2's hooks could get lost
 
 
 def lookup_ids(tokens: Tensor) -> Tensor:
-    """Ids for the embedding, int64 [D * B, S] depth by depth, of ``mtp_tokens`` [B, S, D]; 0 where there is no token."""
+    """Ids of ``mtp_tokens`` [B, S, D] for the embedding, int64 [D * B, S] depth by depth; 0 where there is no token."""
     return torch.cat(tokens.clamp(min=0).unbind(-1))
