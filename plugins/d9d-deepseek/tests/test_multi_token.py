@@ -238,6 +238,32 @@ def test_the_last_of_several_stages_needs_the_shifted_inputs() -> None:
     last(hidden=hidden, targets=targets, **further_targets(targets, targets, 1))
 
 
+@configs
+def test_two_stages_compute_what_the_whole_does(config: DeepSeekConfig) -> None:
+    config = DeepSeekConfig.model_validate(config.model_dump() | {"num_layers": 2})
+    model, (batch, _) = random_model(config), packed()
+    losses = train(model, batch)
+    first, last = (DeepSeek(config, Stage(index, 2)) for index in range(2))
+    for stage in (first, last):
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    assert model.mtp is not None
+    assert last.mtp is not None
+    for own, factor in zip(last.mtp.loss_factors().values(), model.mtp.loss_factors().values(), strict=True):
+        own.copy_(factor)
+    further = further_targets(depths=config.mtp.depths, **{n: t for n, t in batch.items() if n != "positions"})
+    shared = {name: tensor for name, tensor in batch.items() if name != "tokens"} | further
+    sent = first(**batch)["hidden"]
+    hidden = sent.detach().requires_grad_()
+    loss = last(hidden=hidden, **shared)["token_loss"].sum() / (batch["targets"] != IGNORE).sum()
+    loss.backward()
+    sent.backward(hidden.grad)
+    assert_close_values(loss.detach(), losses[0])
+    found: dict[str, Tensor] = {}
+    for stage in (first, last):
+        found |= {name: found[name] + g if name in found else g for name, g in gradients_of(stage).items()}
+    assert_close_gradients(found, gradients_of(model))
+
+
 @pytest.mark.thorough
 def test_layers_are_those_of_transformers() -> None:
     layers = pytest.importorskip("transformers.modeling_layers")
