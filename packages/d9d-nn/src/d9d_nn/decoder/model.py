@@ -116,6 +116,14 @@ class DecoderModel(nn.Module):
             plan["norm"] = TensorStyle.SEQUENCE
         return plan
 
+    def row_factors(self) -> Mapping[str, int]:
+        """Rows of embedding and head for each sample: multi-token prediction computes all depths in one call."""
+        if self.mtp is None:
+            return {}
+        depths = len(self.mtp)
+        heads = {f"heads.{name}": 1 + depths for name in self.heads}
+        return {"embedding": depths + int(self.stage.is_first), **heads}
+
     def split_sequence(self, ranks: int) -> None:
         """Prepare for tensor parallelism, under which each rank has S / ``ranks`` positions of the hidden states."""
         self._sequence_ranks = ranks
