@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from d9d_moe.expert_files import expert_files
+from d9d_nn.decoder.multi_token import MultiTokenLayer
+from d9d_nn.rms_norm import OffsetRMSNorm
 from d9d_qwen3.hugging_face.expert_names import mixtures
 from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.compose import Prefix
 from d9d_weights.graph.mappers import Rename, Squeeze
 from d9d_weights.graph.merging import Chunk, Concatenate
-from d9d_weights.graph.select import Drop
+from d9d_weights.graph.select import Drop, Either, Fresh
 from d9d_weights.hugging_face.family import ATTENTION, HEAD_NORMS, SWIGLU
 from d9d_weights.hugging_face.names import layer_names
+from torch import device
 
-from d9d_qwen3_next.config import HybridConfig, Qwen3NextConfig
+from d9d_qwen3_next.block import build_block
+from d9d_qwen3_next.config import AnyConfig, HybridConfig, Qwen3NextConfig, Qwen35Config
 
 _NORMS = {name: ours for name, ours in ATTENTION.items() if ours.endswith("_norm")}
 _ATTENTION = {name: ours for name, ours in ATTENTION.items() if name not in _NORMS} | HEAD_NORMS
@@ -31,10 +36,23 @@ _DELTA = {
 }
 
 
-def text_only() -> Mapper:
-    """Mapper that leaves out image encoders and layers that predict further tokens, and renames the text model."""
+#: Names in a layer that predicts a further token, outside of its decoder block.
+_FURTHER = {
+    "fc": "projection",
+    "pre_fc_norm_embedding": "embedding_norm",
+    "pre_fc_norm_hidden": "hidden_norm",
+    "norm": "norm",
+}
+
+
+def text_only(*, further: bool) -> Mapper:
+    """Mapper that leaves out image encoders, and renames the text model.
+
+    Args:
+        further: whether to keep the layer that predicts a further token.
+    """
     return Parallel(
-        Drop("mtp.{rest*}", optional=True),
+        *(() if further else (Drop("mtp.{rest*}", optional=True),)),
         Drop("model.visual.{rest*}", optional=True),
         Rename("model.language_model.{rest*}", "model.{rest*}", optional=True),
     )
@@ -66,6 +84,40 @@ def expert_mappers(config: Qwen3NextConfig, stored: Qwen3NextConfig) -> Iterator
     """
     yield from mixtures(config, stored)
     yield from layer_names({**_SHARED, "mlp.shared_expert_gate": "ffn.shared_gate"})
+
+
+def further_mapper(config: HybridConfig, stored: HybridConfig) -> Mapper:
+    """Mapper of the layer that predicts a further token, which is new if the files do not have it."""
+    names = (Rename(f"mtp.{theirs}.weight", f"mtp.0.{ours}.weight") for theirs, ours in _FURTHER.items())
+    inside = [Rename(f"{theirs}.weight", f"{ours}.weight") for theirs, ours in _NORMS.items()]
+    if isinstance(config, Qwen3NextConfig) and isinstance(stored, Qwen3NextConfig):
+        block = [*inside, *_attention(config), *_experts(config, stored)]
+    else:
+        block = [*inside, *_attention(config), *(Rename(f"{a}.weight", f"{b}.weight") for a, b in SWIGLU.items())]
+    layer = Parallel(*names, Prefix("mtp.layers.0.", "mtp.0.block.", Parallel(*block)))
+    with device("meta"):
+        new = MultiTokenLayer(config, build_block(_any(config), config.num_layers), norm=OffsetRMSNorm)
+    return Either(layer, Fresh(tuple(f"mtp.0.{name}" for name in new.state_dict())))
+
+
+def _any(config: HybridConfig) -> AnyConfig:
+    assert isinstance(config, Qwen35Config | Qwen3NextConfig)
+    return config
+
+
+def _experts(config: Qwen3NextConfig, stored: Qwen3NextConfig) -> Iterator[Mapper]:
+    """Mappers of router, experts, shared expert and its gate, relative to a layer."""
+    theirs, ours = "mlp.gate", "ffn.router"
+    yield Rename(f"{theirs}.weight", f"{ours}.weight")
+    if not config.has_selection_bias:
+        yield Drop(f"{theirs}.selection_bias", optional=True)
+    elif stored.has_selection_bias:
+        yield Rename(f"{theirs}.selection_bias", f"{ours}.selection_bias", optional=True)  # a buffer: may be missing
+    else:
+        yield Fresh((f"{ours}.selection_bias",))
+    yield expert_files("mlp.experts", "ffn.experts", config.num_experts, config.expert_files)
+    for name, our in {**_SHARED, "mlp.shared_expert_gate": "ffn.shared_gate"}.items():
+        yield Rename(f"{name}.weight", f"{our}.weight")
 
 
 def _attention(config: HybridConfig) -> Iterator[Mapper]:
