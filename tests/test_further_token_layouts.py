@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from d9d_testing.layouts import Harness, assert_passed
 from d9d_verify.layouts import Layout
 
 FURTHER = {"mtp": {"depths": 2, "weight": 0.5}}
@@ -33,6 +34,28 @@ def test_each_axis_computes_what_one_process_does(table: ModuleType, tmp_path: P
     rows = table.run(tmp_path / "corpus", layouts, ["float32"], [3], model=table.LATENT | FURTHER)
     assert len(rows) == len(names)
     assert failed(rows) == []
+
+
+@pytest.mark.thorough
+def test_a_family_with_other_layers_computes_what_one_process_does(table: ModuleType, tmp_path: Path) -> None:
+    names = {"fsdp 2, tp 2, ep 2", "cp 2, ring"}
+    layouts = [layout for layout in table.EXPERT_LAYOUTS if layout.name in names]
+    model = table.HYBRID_EXPERTS | {"mtp": {"depths": 1}}
+    assert failed(table.run(tmp_path / "corpus", layouts, ["float32"], [3], model=model)) == []
+
+
+@pytest.mark.full
+def test_low_rank_terms_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
+    model = table.LATENT | FURTHER | {"num_layers": 4, "added_tokens": 8}
+    peft = {"name": "lora", "r": 4, "targets": ["all-linear", "*.experts.gate_proj"]}
+    values = table.job(tmp_path / "corpus", "float32", model=model)
+    values |= {"peft": peft, "batch": {"size": 8, "microbatch": 8}}
+    layouts = [
+        Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"], ("batch.microbatch=2",)),
+        Layout("tp 2", {"tp": 2}, ["tensor_parallel"], ("batch.microbatch=4",)),
+        Layout("zb1p", {"pp": 2}, [], ("pipeline.name=zb1p", "batch.microbatch=2")),
+    ]
+    assert_passed(Harness(values, [*table.PLUGINS, "d9d_peft.plugin"], 3).compare(layouts))
 
 
 @pytest.mark.full

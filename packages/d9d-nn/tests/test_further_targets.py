@@ -18,6 +18,7 @@ from d9d_nn.preference.config import DpoConfig
 from d9d_nn.preference.task import Dpo
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 Row = tuple[list[int], int]  # lengths of the documents, padding after them
@@ -126,3 +127,12 @@ def tasks_of_next_tokens() -> list[Any]:
 def test_tasks_that_train_next_tokens_alone_refuse_the_model(task: Any) -> None:
     with pytest.raises(JobError, match="model.mtp: depths is 2, but task '.*' trains no further tokens"):
         task.check(Model, {})
+
+
+def test_a_weight_without_depths_is_refused() -> None:
+    assert MultiTokenPrediction(depths=1, weight=0.1).terms() == ("mtp_loss",)
+    assert MultiTokenPrediction(depths=2).terms() == ("mtp_loss_1", "mtp_loss_2")
+    with pytest.raises(
+        ValidationError, match=r"0.1 has no effect while depths is 0; set depths to 1 or more, or remove"
+    ):
+        MultiTokenPrediction(weight=0.1)

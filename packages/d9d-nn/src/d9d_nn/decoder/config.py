@@ -192,7 +192,7 @@ class MultiTokenConfig(DecoderConfig, ABC):
 
     mtp: MultiTokenPrediction = MultiTokenPrediction()
     """Multi-token prediction: training also predicts further tokens, by layers after the last one. Its losses are the
-    series `mtp_loss`, or `mtp_loss_1` and so on with several depths."""
+    series `loss/mtp_loss`, or `loss/mtp_loss_1` and so on with several depths."""
 
     @field_validator("mtp")
     @classmethod
