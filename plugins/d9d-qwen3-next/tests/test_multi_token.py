@@ -32,7 +32,7 @@ CONFIGS["fused, biased"] = type(tiny()).model_validate(
     tiny().model_dump() | FURTHER | {"expert_files": "fused", "balancing": ["bias_update"], "attention_bias": True}
 )
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-#: Names in published files, without those of the feed-forward layer.
+#: Names in published files, except in the feed-forward layer.
 PUBLISHED = {
     "mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
     *(

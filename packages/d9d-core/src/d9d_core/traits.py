@@ -72,7 +72,7 @@ class TensorStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputTargets:
-    """Unit of a loss term that has its own targets: elements of an input of the model, except those of value -100.
+    """Unit of a loss term that has its own targets: elements of an input of the model, except elements of value -100.
 
     Attributes:
         input: name of the input, integers [B, S, D]; the task gives it to every stage.

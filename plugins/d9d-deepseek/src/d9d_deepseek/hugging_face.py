@@ -196,11 +196,10 @@ def _apart(depth: int) -> str:
 
 def _further(config: DeepSeekConfig, depth: int) -> Mapper:
     """Mapper of a layer that predicts further tokens; without tensors in the files, the layer is new."""
-    from d9d_nn.decoder.multi_token import MultiTokenLayer
+    from d9d_nn.decoder.multi_token import tensors_of_layer
     from d9d_weights.graph.base import Parallel
     from d9d_weights.graph.mappers import Rename
     from d9d_weights.graph.select import Copy, Either, Fresh
-    from torch import device
 
     from d9d_deepseek.model import build_block
 
@@ -219,9 +218,7 @@ def _further(config: DeepSeekConfig, depth: int) -> Mapper:
         Copy(f"{theirs}.shared_head.head.weight", head, _OTHER_COPY.format("head")),
     )
     mixture = _mixture(config, theirs, f"{ours}.block")
-    with device("meta"):
-        layer = MultiTokenLayer(config, build_block(config, config.num_layers + depth))
-    fresh = Fresh(tuple(f"{ours}.{name}" for name in layer.state_dict()))
+    fresh = Fresh(tuple(f"{ours}.{name}" for name in tensors_of_layer(config, build_block, depth)))
     return Either(Parallel(*names, *mixture, *copies), fresh)
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from d9d_moe.expert_files import expert_files
-from d9d_nn.decoder.multi_token import MultiTokenLayer
+from d9d_nn.decoder.multi_token import tensors_of_layer
 from d9d_nn.rms_norm import OffsetRMSNorm
-from d9d_qwen3.hugging_face.expert_names import mixtures
+from d9d_qwen3.hugging_face.expert_names import mixture, mixtures
 from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.compose import Prefix
 from d9d_weights.graph.mappers import Rename, Squeeze
@@ -19,14 +18,14 @@ from d9d_weights.graph.merging import Chunk, Concatenate
 from d9d_weights.graph.select import Drop, Either, Fresh
 from d9d_weights.hugging_face.family import ATTENTION, HEAD_NORMS, SWIGLU
 from d9d_weights.hugging_face.names import layer_names
-from torch import device
 
 from d9d_qwen3_next.block import build_block
-from d9d_qwen3_next.config import AnyConfig, HybridConfig, Qwen3NextConfig, Qwen35Config
+from d9d_qwen3_next.config import HybridConfig, Qwen3NextConfig
 
 _NORMS = {name: ours for name, ours in ATTENTION.items() if ours.endswith("_norm")}
 _ATTENTION = {name: ours for name, ours in ATTENTION.items() if name not in _NORMS} | HEAD_NORMS
 _SHARED = {f"mlp.shared_expert.{name}": f"ffn.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+_SHARED_AND_GATE = _SHARED | {"mlp.shared_expert_gate": "ffn.shared_gate"}
 #: Parameters of Gated DeltaNet that differ only in their names.
 _DELTA = {
     "A_log": "decay.A_log",
@@ -83,41 +82,27 @@ def expert_mappers(config: Qwen3NextConfig, stored: Qwen3NextConfig) -> Iterator
         CheckpointError: see :func:`d9d_qwen3.hugging_face.expert_names.mixtures`.
     """
     yield from mixtures(config, stored)
-    yield from layer_names({**_SHARED, "mlp.shared_expert_gate": "ffn.shared_gate"})
+    yield from layer_names(_SHARED_AND_GATE)
 
 
 def further_mapper(config: HybridConfig, stored: HybridConfig) -> Mapper:
     """Mapper of the layer that predicts a further token, which is new if the files do not have it."""
-    names = (Rename(f"mtp.{theirs}.weight", f"mtp.0.{ours}.weight") for theirs, ours in _FURTHER.items())
-    inside = [Rename(f"{theirs}.weight", f"{ours}.weight") for theirs, ours in _NORMS.items()]
+    theirs, ours = "mtp.layers.0", "mtp.0.block"
+    renamed = {f"mtp.{name}": f"mtp.0.{our}" for name, our in _FURTHER.items()}
+    in_block, mixtures_here = dict(_NORMS), list[Mapper]()
     if isinstance(config, Qwen3NextConfig) and isinstance(stored, Qwen3NextConfig):
-        block = [*inside, *_attention(config), *_experts(config, stored)]
+        in_block |= _SHARED_AND_GATE
+        mixtures_here += mixture(config, stored, theirs, ours)
     else:
-        block = [*inside, *_attention(config), *(Rename(f"{a}.weight", f"{b}.weight") for a, b in SWIGLU.items())]
-    layer = Parallel(*names, Prefix("mtp.layers.0.", "mtp.0.block.", Parallel(*block)))
-    with device("meta"):
-        new = MultiTokenLayer(config, build_block(_any(config), config.num_layers), norm=OffsetRMSNorm)
-    return Either(layer, Fresh(tuple(f"mtp.0.{name}" for name in new.state_dict())))
-
-
-def _any(config: HybridConfig) -> AnyConfig:
-    assert isinstance(config, Qwen35Config | Qwen3NextConfig)
-    return config
-
-
-def _experts(config: Qwen3NextConfig, stored: Qwen3NextConfig) -> Iterator[Mapper]:
-    """Mappers of router, experts, shared expert and its gate, relative to a layer."""
-    theirs, ours = "mlp.gate", "ffn.router"
-    yield Rename(f"{theirs}.weight", f"{ours}.weight")
-    if not config.has_selection_bias:
-        yield Drop(f"{theirs}.selection_bias", optional=True)
-    elif stored.has_selection_bias:
-        yield Rename(f"{theirs}.selection_bias", f"{ours}.selection_bias", optional=True)  # a buffer: may be missing
-    else:
-        yield Fresh((f"{ours}.selection_bias",))
-    yield expert_files("mlp.experts", "ffn.experts", config.num_experts, config.expert_files)
-    for name, our in {**_SHARED, "mlp.shared_expert_gate": "ffn.shared_gate"}.items():
-        yield Rename(f"{name}.weight", f"{our}.weight")
+        in_block |= SWIGLU
+    renamed |= {f"{theirs}.{name}": f"{ours}.{our}" for name, our in in_block.items()}
+    layer = Parallel(
+        *(Rename(f"{name}.weight", f"{our}.weight") for name, our in renamed.items()),
+        Prefix(f"{theirs}.", f"{ours}.", Parallel(*_attention(config))),
+        *mixtures_here,
+    )
+    new = tensors_of_layer(config, build_block, norm=OffsetRMSNorm)
+    return Either(layer, Fresh(tuple(f"mtp.0.{name}" for name in new)))
 
 
 def _attention(config: HybridConfig) -> Iterator[Mapper]:

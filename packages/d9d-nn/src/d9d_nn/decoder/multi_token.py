@@ -5,8 +5,9 @@ DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2. Shapes: B samples
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from d9d_core.traits import InputTargets, LossTerm, TensorStyle
@@ -57,7 +58,7 @@ class MultiTokenLayer(nn.Module):
         documents: AttentionMasks | Tensor | None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Map the normalised hidden states of the previous depth to those of this depth, [B, S, H].
+        """Map normalised hidden states of the previous depth to hidden states of this depth, [B, S, H].
 
         Args:
             hidden: [B, S, H], normalised output of the previous depth; for the first depth, of the main model.
@@ -166,3 +167,19 @@ class MultiTokenLayers(nn.ModuleDict):
 def lookup_ids(tokens: Tensor) -> Tensor:
     """Ids of ``mtp_tokens`` [B, S, D] for the embedding, int64 [D * B, S] depth by depth; 0 where there is no token."""
     return torch.cat(tokens.clamp(min=0).unbind(-1))
+
+
+def tensors_of_layer(
+    config: Any, block: Callable[[Any, int], DecoderBlock], depth: int = 0, *, norm: type[RMSNorm] = RMSNorm
+) -> tuple[str, ...]:
+    """Relative names of the tensors that checkpoints have of the layer of a depth; allocates nothing.
+
+    Args:
+        config: config of the whole model.
+        block: function that builds the layer with an index in the whole model.
+        depth: number of the layer, from 0.
+        norm: class of the norms.
+    """
+    with torch.device("meta"):
+        layer = MultiTokenLayer(config, block(config, config.num_layers + depth), norm=norm)
+    return tuple(layer.state_dict())
