@@ -204,6 +204,19 @@ LATENT = {
         {},
     ),
     "latents under cp, ring": ({"cp": 2}, [{"name": "context_parallel", "method": "ring"}], True, {}),
+    "further tokens under tp": ({"tp": 2}, ["tensor_parallel"], True, {"model": {"mtp": {"depths": 2}}}),
+    "further tokens under tp, stages": (
+        {"tp": 2, "pp": 2},
+        ["tensor_parallel"],
+        True,
+        {"pipeline": "1f1b", "model": {"mtp": {"depths": 2}}},
+    ),
+    "further tokens, fsdp, experts over cp": (
+        {"dp_shard": 2, "cp": 2, "ep": 2},
+        ["fsdp", "context_parallel", "expert_parallel"],
+        True,
+        {"model": {"mtp": {"depths": 1}}},
+    ),
 }
 CASES |= LATENT
 OFTEN = ("latents gathered over cp", "fsdp", "tp", "tp, asynchronous", "ep", "pp", "cp, ring")

@@ -109,6 +109,7 @@ DECLARED = (
     *("d9d_nn.decoder.block", "d9d_nn.decoder.config", "d9d_nn.decoder.config_json"),
     *("d9d_nn.decoder.costs", "d9d_nn.decoder.flops", "d9d_nn.decoder.format", "d9d_nn.decoder.model"),
     *("d9d_nn.decoder.capabilities", "d9d_nn.decoder.presets", "d9d_nn.decoder.stages"),
+    *("d9d_nn.decoder.multi_token", "d9d_nn.decoder.multi_token_config", "d9d_nn.further_targets"),
     *("d9d_nn.causal_lm.config", "d9d_nn.causal_lm.task"),
     *("d9d_nn.classification.config", "d9d_nn.contrastive.config"),
     *("d9d_nn.distillation.config", "d9d_nn.inference.config", "d9d_nn.preference.config"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.task import StageInputs
-from d9d_core.traits import LossTerm
+from d9d_core.traits import InputTargets, LossTerm
 from d9d_core.types import TensorSpec
 from d9d_engine.run import clock as clock_module
 from d9d_engine.run.clock import Clock
@@ -136,6 +136,26 @@ def test_auxiliary_losses_weigh_samples_or_positions() -> None:
     packed = {**microbatch(0, 0, 3, 4), "lengths": torch.tensor([4, 0, 3])}
     assert {name: int(value) for name, value in losses.weights(packed).items()} == {"balance": 7, "spread": 2}
     assert auxiliary().weights(microbatch(0, 0, 3, 4)) == {}
+
+
+class Further(Balance):
+    """Module with a loss term over its own targets."""
+
+    def loss_terms(self) -> Mapping[str, LossTerm]:
+        return {"further": LossTerm(0.5, InputTargets("later", 1))}
+
+
+def test_a_term_with_own_targets_weighs_their_number_on_this_rank() -> None:
+    class Shifting(Task):
+        def inputs(self, microbatch: Mapping[str, Tensor]) -> StageInputs:
+            return StageInputs(super().inputs(microbatch).first, {"later": microbatch["later"]})
+
+    losses = auxiliary(Further((0, 0)), task=Shifting(), context_ranks=2)
+    later = torch.tensor([[[1, 2], [3, -100], [-100, 4]]])
+    (weight,) = losses.weights({**microbatch(0, 0, 1, 3), "later": later}).values()
+    assert int(weight) == 2
+    with pytest.raises(BuildError, match="loss term 'further' over its input 'later', which the task does not give"):
+        auxiliary(Further((0, 0))).weights(microbatch(0, 0, 1, 3))
 
 
 def test_auxiliary_losses_fill_factors_and_add_up_sums_of_a_stage() -> None:

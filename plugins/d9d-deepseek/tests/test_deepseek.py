@@ -14,7 +14,7 @@ from d9d_deepseek.costs import stage_cost
 from d9d_deepseek.model import DeepSeek
 from d9d_deepseek.presets import PRESETS
 from d9d_moe.experts.layer import MoELayer
-from d9d_nn.decoder.flops import head_parameters, layer_parameters, training_flops_per_token
+from d9d_nn.decoder.flops import further_parameters, head_parameters, layer_parameters, training_flops_per_token
 from d9d_nn.swiglu import SwiGLU
 from d9d_testing.suites.fresh import import_fresh
 from pydantic import ValidationError
@@ -33,6 +33,7 @@ CONFIGS = {
     "latent queries": changed(num_layers=3),
     "plain queries": changed(q_lora_rank=None, attention_bias=True),
     "no dense layer": changed(first_expert_layer=0, num_shared_experts=2),
+    "further tokens": changed(mtp={"depths": 2}, num_layers=3),
 }
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -60,8 +61,13 @@ def test_flops_are_what_a_step_executes(config: DeepSeekConfig) -> None:
     with FlopCounterMode(display=False) as counter:
         model(tokens=tokens, targets=tokens)["token_loss"].sum().backward()
     # The reference computes the whole square of attention, the formula counts its causal half.
-    half = 3 * config.num_layers * config.num_attention_heads * (config.head_dim + config.v_head_dim) * length
-    assert counter.get_total_flops() / tokens.numel() == training_flops_per_token(config, length) + half
+    layers = config.num_layers + config.mtp.depths
+    half = 3 * layers * config.num_attention_heads * (config.head_dim + config.v_head_dim) * length
+    # Experts skip the last k positions of a sample at depth k.
+    skipped = sum(range(config.mtp.depths + 1)) / length
+    experts = 18 * config.hidden_size * config.moe_intermediate_size * config.experts_per_token
+    found = counter.get_total_flops() / tokens.numel()
+    assert found == training_flops_per_token(config, length) + half - skipped * experts
 
 
 def weights(cost: StageCost) -> dict[str, tuple[int, ...]]:
@@ -74,14 +80,21 @@ def weights(cost: StageCost) -> dict[str, tuple[int, ...]]:
     }
 
 
-@configs
+@pytest.mark.parametrize(
+    "config",
+    [*CONFIGS.values(), changed(mtp={"depths": 1}, tie_embeddings=True)],
+    ids=[*CONFIGS, "further tokens, tied"],
+)
 @pytest.mark.parametrize("count", [1, 2])
 def test_weights_have_the_names_and_shapes_of_the_stages_that_are_built(config: DeepSeekConfig, count: int) -> None:
     for index in range(count):
         with torch.device("meta"):
             built = DeepSeek(config, Stage(index, count))
         own = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-        assert weights(stage_cost(config, Stage(index, count), Share(2, 16))) == own
+        cost = stage_cost(config, Stage(index, count), Share(2, 16))
+        assert weights(cost) == own
+        counted = sum(block.count * (block.parameters + block.expert_parameters) for block in cost.blocks)
+        assert counted == sum(parameter.numel() for parameter in built.parameters())
 
 
 @configs
@@ -91,7 +104,7 @@ def test_costs_count_the_parameters_and_products_of_the_model(config: DeepSeekCo
             numbers = sum(weight.numbers for op in block.ops for weight in op.weights)
             assert numbers == block.parameters + block.expert_parameters, block.name
     cost = stage_cost(config, Stage(), Share(2, 16))
-    used = layer_parameters(config) + head_parameters(config, 16)
+    used = layer_parameters(config) + head_parameters(config, 16) + further_parameters(config)
     flops = sum(
         (op.flops + op.backward_flops) * block.count
         for block in cost.blocks

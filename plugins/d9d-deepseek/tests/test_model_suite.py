@@ -16,6 +16,8 @@ from d9d_deepseek.model import DeepSeek
 from d9d_nn.ops import grouped_linear_torch
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.suites.plugin import PluginSuite
+from d9d_testing.suites.support.models import initialised
+from torch import nn
 
 ALL_EXPERTS = {"num_experts": 4, "experts_per_token": 4, "num_groups": 1, "top_groups": 1}
 
@@ -82,6 +84,30 @@ class TestPlainQueries(Suite):
     @pytest.mark.full
     def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
         super().test_every_data_parallel_layout_computes_the_same(config)
+
+
+@pytest.mark.thorough
+class TestFurtherTokens(Suite):
+    changes: ClassVar = {"mtp": {"depths": 1}}
+
+    # In test_multi_token.py, because files have copies of weights, transformers computes no further tokens, and the
+    # blocks of further tokens are not divided into stages.
+    test_hugging_face_round_trip_is_bitwise = None
+    test_logits_and_every_gradient_are_those_of_the_reference = None
+    test_layers_are_split_as_the_job_says = None
+    test_two_stages_compute_what_the_whole_does = None
+    # In tests/test_further_token_layouts.py.
+    test_every_data_parallel_layout_computes_the_same = None
+
+    @pytest.fixture
+    def language_model(self, spec: ModelSpec, config: Any) -> nn.Module:
+        """Model whose losses of further tokens have factors, as in a training loop."""
+        model = initialised(spec, config)
+        assert isinstance(model, DeepSeek)
+        assert model.mtp is not None
+        for factor in model.mtp.loss_factors().values():
+            factor.fill_(0.5)
+        return model
 
 
 class TestPlugin(PluginSuite):

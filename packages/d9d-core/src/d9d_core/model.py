@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from d9d_core.deferral import Deferral
 
 __all__ = [
-    "ComputesInputs", "ContextShare", "GathersLatents", "HasHeads", "HasLinearTerms", "LendsProduct", "PositionShare",
-    "SeesContext", "SeesSequence", "SequenceShare", "SharesAttention", "SharesInputs", "SplitsContext",
+    "ComputesInputs", "ContextShare", "GathersLatents", "HasHeads", "HasLinearTerms", "LendsProduct", "MultipliesRows",
+    "PositionShare", "SeesContext", "SeesSequence", "SequenceShare", "SharesAttention", "SharesInputs", "SplitsContext",
     "SplitsFeatures", "SplitsSequence", "SplitsVocabulary", "Stage", "TermKind", "VocabularyShare",
 ]  # fmt: skip
 
@@ -73,6 +73,15 @@ class HasHeads(Protocol):
 
         Ranks divide the heads evenly; if there are fewer heads than ranks, several ranks compute the same head.
         """
+        ...
+
+
+@runtime_checkable
+class MultipliesRows(Protocol):
+    """Optional protocol: a module that calls some of its modules with more rows than the microbatch has samples."""
+
+    def row_factors(self) -> Mapping[str, int]:
+        """Rows of a training step's calls for each sample, by the relative names of these modules."""
         ...
 
 

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TRAITS", "Adapts", "AddsLosses", "ContextParallelizable", "DefersWeights", "Dispatched", "Dispatcher",
-    "Divisible", "HasAdjacentWeights", "HasBanks", "HasBlocks", "HasExperts", "HasOps", "HasTallies", "LateInit",
-    "LayoutDependent", "LossTerm", "ObservesOnDemand", "PipelineStage", "Routing", "TensorParallelizable",
-    "TensorStyle", "Transfer", "modules_with",
+    "Divisible", "HasAdjacentWeights", "HasBanks", "HasBlocks", "HasExperts", "HasOps", "HasTallies",
+    "InputTargets", "LateInit", "LayoutDependent", "LossTerm", "ObservesOnDemand", "PipelineStage", "Routing",
+    "TensorParallelizable", "TensorStyle", "Transfer", "modules_with",
 ]  # fmt: skip
 
 T_co = TypeVar("T_co", covariant=True)
@@ -71,17 +71,32 @@ class TensorStyle(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class InputTargets:
+    """Unit of a loss term that has its own targets: elements of an input of the model, except elements of value -100.
+
+    Attributes:
+        input: name of the input, integers [B, S, D]; the task gives it to every stage.
+        index: index of the term's targets in the last dimension.
+    """
+
+    input: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class LossTerm:
     """Loss term that a module adds to a step: ``coefficient * (its sum over the batch) / (global weight)``.
 
     Attributes:
         coefficient: factor of the term in the total loss.
-        per: unit over which the term is summed and averaged: ``sample``, or ``position`` of a sample. If the task's
-            inputs have ``lengths`` (:mod:`d9d_core.data`), padding positions and samples of length zero do not count.
+        per: unit over which the term is summed and averaged: ``sample``, ``position`` of a sample, or its own targets.
+            If the task's inputs have ``lengths`` (:mod:`d9d_core.data`), padding positions and samples of length zero
+            do not count. A module with own targets sums only the positions of its rank, a module with samples or
+            positions always whole samples.
     """
 
     coefficient: float
-    per: Literal["sample", "position"]
+    per: Literal["sample", "position"] | InputTargets
 
 
 @runtime_checkable
@@ -246,8 +261,8 @@ class AddsLosses(Protocol):
 
     Its forward stores the sum of each term over the microbatch in a buffer, and injects the gradient of ``sum *
     factor`` into its output (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term need not pass through the
-    model's outputs and pipeline stages. The weights of the terms depend on shapes only, so factors are known before the
-    first forward.
+    model's outputs and pipeline stages. The weights of the terms depend on the inputs only, so factors are known before
+    the first forward.
     """
 
     def loss_terms(self) -> Mapping[str, LossTerm]:

@@ -13,7 +13,7 @@ from d9d_core.task import StageInputs
 from d9d_core.types import Microbatch, State
 from torch import Tensor
 
-from d9d_nn.heads.choice import check_language_model
+from d9d_nn.heads.choice import check_language_model, check_next_tokens_only
 from d9d_nn.microbatch import count_positions, own_positions, stage_inputs
 
 
@@ -24,12 +24,14 @@ class TextTask:
         term: name of the loss term.
         head_kind: kind of head that the task trains.
         further_inputs: inputs of the model other than tokens, positions, documents and lengths.
+        trains_further_tokens: whether the task gives the inputs of multi-token prediction.
         config: config with ``head``, the head's name.
     """
 
     term: ClassVar[str]
     head_kind: ClassVar[str] = "causal_lm"
     further_inputs: ClassVar[tuple[str, ...]] = ()
+    trains_further_tokens: ClassVar[bool] = False
     config: Any
 
     @property
@@ -41,8 +43,11 @@ class TextTask:
         """Find the head, and compare vocabulary and sequence length of model and data, if both state them.
 
         Raises:
-            JobError: the head cannot be found, or the data has token ids or positions that the model does not have.
+            JobError: the head cannot be found, the data has token ids or positions that the model does not have, or the
+                model predicts further tokens, which the task does not train.
         """
+        if not self.trains_further_tokens:
+            check_next_tokens_only(model, self.config.name)
         check_language_model(model, self.head_kind, self.config.head, facts)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, Literal
 
 from d9d_moe.balancing.config import Balancers
-from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.config import MultiTokenConfig
 from d9d_nn.decoder.presets import TINY, Presets, fill
 from d9d_nn.rope.scaling import Rope
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -14,11 +14,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from d9d_deepseek.presets import PRESETS
 
 
-class DeepSeekConfig(DecoderConfig):
-    """DeepSeek-V3 (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2) without multi-token prediction."""
+class DeepSeekConfig(MultiTokenConfig):
+    """DeepSeek-V3 (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2)."""
 
     presets: ClassVar[Presets] = PRESETS
-    free_on_resume: ClassVar[frozenset[str]] = frozenset({"balancing", "capacity"})
+    free_on_resume: ClassVar[frozenset[str]] = frozenset({"balancing", "capacity", "mtp"})
 
     name: Literal["deepseek_v3"] = "deepseek_v3"
     """Selects the plugin."""

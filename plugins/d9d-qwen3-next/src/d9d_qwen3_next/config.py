@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import ClassVar, Literal
 
-from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.config import MultiTokenConfig
+from d9d_nn.decoder.multi_token_config import MultiTokenPrediction
 from d9d_nn.decoder.presets import Presets
 from d9d_nn.rope.scaling import Rope
 from d9d_qwen3.moe_config import Qwen3MoeConfig
@@ -20,7 +21,7 @@ LayerType = Literal["linear_attention", "full_attention"]
 _STATE_FLOPS = 3 * 3 * 2
 
 
-class HybridConfig(DecoderConfig):
+class HybridConfig(MultiTokenConfig):
     """Base config of decoders whose layers have Gated DeltaNet or gated attention (Qwen team 2025, "Qwen3-Next")."""
 
     sliding_window: None = None
@@ -77,9 +78,20 @@ class HybridConfig(DecoderConfig):
         periods = (size for size in range(1, layers) if types[size:] == types[:-size])
         return types[: next(periods, layers)]
 
+    @field_validator("mtp")
+    @classmethod
+    def _as_in_files(cls, value: MultiTokenPrediction) -> MultiTokenPrediction:
+        if value.depths > 1:
+            raise ValueError(
+                f"files of this family hold one layer for further tokens, not {value.depths}; set depths to 1"
+            )
+        if value.first == "hidden":
+            raise ValueError("files of this family have the embedding first; remove first")
+        return value
+
     def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer has Gated DeltaNet instead of attention."""
-        return self.layer_types[layer % len(self.layer_types)] == "linear_attention"
+        """Whether a layer has Gated DeltaNet instead of attention; layers of multi-token prediction have attention."""
+        return layer < self.num_layers and self.layer_types[layer % len(self.layer_types)] == "linear_attention"
 
     def rope(self, layer: int) -> Rope:
         """Settings of the rotary positions of this layer."""
@@ -117,6 +129,7 @@ class Qwen35Config(HybridConfig):
     """Qwen3.5 dense, text only: Gated DeltaNet and gated attention, then SwiGLU."""
 
     presets: ClassVar[Presets] = DENSE
+    free_on_resume: ClassVar[frozenset[str]] = frozenset({"mtp"})
 
     name: Literal["qwen3_5"] = "qwen3_5"
     """Selects the plugin."""
@@ -136,6 +149,7 @@ class Qwen3NextConfig(HybridConfig, Qwen3MoeConfig):
     """Qwen3-Next: Gated DeltaNet and gated attention, then experts and an expert that all tokens share."""
 
     presets: ClassVar[Presets] = NEXT
+    free_on_resume: ClassVar[frozenset[str]] = Qwen3MoeConfig.free_on_resume | {"mtp"}
 
     name: Literal["qwen3_next"] = "qwen3_next"  # type: ignore[assignment]
     """Selects the plugin."""

@@ -35,9 +35,10 @@ _SIZES = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "head_dim": 256, _SHARE: 0.25,
 }  # fmt: skip
-#: Fields that have no effect on a model of text: positions of images, and layers that predict further tokens.
-_NO_EFFECT = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
-_READ = READ - {"max_window_layers", "sliding_window"} | _SIZES.keys() | {"full_attention_interval"} | _NO_EFFECT
+#: Fields of layers that predict further tokens, which are off unless a job says otherwise.
+_FURTHER = "mtp_num_hidden_layers"
+_READ = READ - {"max_window_layers", "sliding_window"} | _SIZES.keys()
+_READ = _READ | {"full_attention_interval", _FURTHER, "mtp_use_dedicated_embeddings"}
 _SHARED = "shared_expert_intermediate_size"
 _ONLY: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,), "sliding_window": (), "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",),
@@ -74,6 +75,7 @@ class HybridFormat(DecoderFormat[C]):
             "attention_bias": config.attention_bias,
             "layer_types": list(kinds),
             "pad_token_id": None,  # a default would be an embedding without a gradient
+            **({_FURTHER: 1} if config.mtp.depths else {}),
         }
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,18 +98,23 @@ class HybridFormat(DecoderFormat[C]):
                 found[name] = {key: value for key, value in rope.items() if key != _SHARE and "mrope" not in key}
         return super().config_from_json(found)
 
-    def layers(self, config: C, stored: C) -> list[Mapper]:  # noqa: ARG002 - models with experts compare the two
-        """Mappers of the tensors in layers, except experts."""
-        # Imported here, because reading a config must not import torch.
-        from d9d_qwen3_next.names import layer_mappers
+    def own_fields(self, config: C) -> dict[str, Any]:
+        """Config fields that transformers does not have: multi-token prediction."""
+        return {"mtp": config.mtp.model_dump(mode="json")} if config.mtp.depths else {}
 
-        return list(layer_mappers(config, joined=self.joined))
+    def layers(self, config: C, stored: C) -> list[Mapper]:
+        """Mappers of the tensors in layers, except experts, and of the layer that predicts a further token."""
+        # Imported here, because reading a config must not import torch.
+        from d9d_qwen3_next.names import further_mapper, layer_mappers
+
+        further = [further_mapper(config, stored)] if config.mtp.depths else []
+        return [*layer_mappers(config, joined=self.joined), *further]
 
     def importer(self, config: C, stored: C) -> Mapper:
-        """Mapper from files to the model; leaves out image encoders, and layers that predict further tokens."""
+        """Mapper from files to the model; leaves out image encoders, and further tokens that the model ignores."""
         from d9d_qwen3_next.names import text_only
 
-        return text_only() >> super().importer(config, stored)
+        return text_only(further=config.mtp.depths > 0) >> super().importer(config, stored)
 
 
 class ExpertsFormat(HybridFormat[X]):
@@ -123,8 +130,8 @@ class ExpertsFormat(HybridFormat[X]):
         return super().special_fields(data) | experts_fields(data) | {_SHARED: data[_SHARED]}
 
     def own_fields(self, config: X) -> dict[str, Any]:
-        """Config fields that transformers does not have: balancing, capacity, and the layout of expert files."""
-        return own_expert_fields(config)
+        """Config fields that transformers does not have: of experts (such as balancing), and further tokens."""
+        return super().own_fields(config) | own_expert_fields(config)
 
     def layers(self, config: X, stored: X) -> list[Mapper]:
         """Add the mappers of routers, experts and shared experts."""

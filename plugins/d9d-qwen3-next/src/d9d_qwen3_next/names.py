@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from d9d_qwen3.hugging_face.expert_names import mixtures
+from d9d_nn.decoder.multi_token import tensors_of_layer
+from d9d_nn.rms_norm import OffsetRMSNorm
+from d9d_qwen3.hugging_face.expert_names import mixture, mixtures
 from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.compose import Prefix
 from d9d_weights.graph.mappers import Rename, Squeeze
 from d9d_weights.graph.merging import Chunk, Concatenate
-from d9d_weights.graph.select import Drop
+from d9d_weights.graph.select import Drop, Either, Fresh
 from d9d_weights.hugging_face.family import ATTENTION, HEAD_NORMS, SWIGLU
 from d9d_weights.hugging_face.names import layer_names
 
+from d9d_qwen3_next.block import build_block
 from d9d_qwen3_next.config import HybridConfig, Qwen3NextConfig
 
 _NORMS = {name: ours for name, ours in ATTENTION.items() if ours.endswith("_norm")}
 _ATTENTION = {name: ours for name, ours in ATTENTION.items() if name not in _NORMS} | HEAD_NORMS
 _SHARED = {f"mlp.shared_expert.{name}": f"ffn.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+_SHARED_AND_GATE = _SHARED | {"mlp.shared_expert_gate": "ffn.shared_gate"}
 #: Parameters of Gated DeltaNet that differ only in their names.
 _DELTA = {
     "A_log": "decay.A_log",
@@ -31,10 +35,23 @@ _DELTA = {
 }
 
 
-def text_only() -> Mapper:
-    """Mapper that leaves out image encoders and layers that predict further tokens, and renames the text model."""
+#: Names in a layer that predicts a further token, outside of its decoder block.
+_FURTHER = {
+    "fc": "projection",
+    "pre_fc_norm_embedding": "embedding_norm",
+    "pre_fc_norm_hidden": "hidden_norm",
+    "norm": "norm",
+}
+
+
+def text_only(*, further: bool) -> Mapper:
+    """Mapper that leaves out image encoders, and renames the text model.
+
+    Args:
+        further: whether to keep the layer that predicts a further token.
+    """
     return Parallel(
-        Drop("mtp.{rest*}", optional=True),
+        *(() if further else (Drop("mtp.{rest*}", optional=True),)),
         Drop("model.visual.{rest*}", optional=True),
         Rename("model.language_model.{rest*}", "model.{rest*}", optional=True),
     )
@@ -65,7 +82,27 @@ def expert_mappers(config: Qwen3NextConfig, stored: Qwen3NextConfig) -> Iterator
         CheckpointError: see :func:`d9d_qwen3.hugging_face.expert_names.mixtures`.
     """
     yield from mixtures(config, stored)
-    yield from layer_names({**_SHARED, "mlp.shared_expert_gate": "ffn.shared_gate"})
+    yield from layer_names(_SHARED_AND_GATE)
+
+
+def further_mapper(config: HybridConfig, stored: HybridConfig) -> Mapper:
+    """Mapper of the layer that predicts a further token, which is new if the files do not have it."""
+    theirs, ours = "mtp.layers.0", "mtp.0.block"
+    renamed = {f"mtp.{name}": f"mtp.0.{our}" for name, our in _FURTHER.items()}
+    in_block, mixtures_here = dict(_NORMS), list[Mapper]()
+    if isinstance(config, Qwen3NextConfig) and isinstance(stored, Qwen3NextConfig):
+        in_block |= _SHARED_AND_GATE
+        mixtures_here += mixture(config, stored, theirs, ours)
+    else:
+        in_block |= SWIGLU
+    renamed |= {f"{theirs}.{name}": f"{ours}.{our}" for name, our in in_block.items()}
+    layer = Parallel(
+        *(Rename(f"{name}.weight", f"{our}.weight") for name, our in renamed.items()),
+        Prefix(f"{theirs}.", f"{ours}.", Parallel(*_attention(config))),
+        *mixtures_here,
+    )
+    new = tensors_of_layer(config, build_block, norm=OffsetRMSNorm)
+    return Either(layer, Fresh(tuple(f"mtp.0.{name}" for name in new)))
 
 
 def _attention(config: HybridConfig) -> Iterator[Mapper]:

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.task import Task
-from d9d_core.traits import Adapts, AddsLosses, HasTallies, LossTerm, modules_with
+from d9d_core.task import StageInputs, Task
+from d9d_core.traits import Adapts, AddsLosses, HasTallies, InputTargets, LossTerm, modules_with
 from d9d_core.types import Microbatch
 from torch import Tensor, nn
 from torch import distributed as dist
+
+#: Value of targets that do not count, see :mod:`d9d_core.data`.
+_IGNORE = -100
 
 
 class AuxiliaryLosses:
@@ -52,10 +55,13 @@ class AuxiliaryLosses:
         return {name: term.coefficient for name, term in self.terms.items()}
 
     def weights(self, microbatch: Microbatch) -> dict[str, int | Tensor]:
-        """Term -> its weight in a microbatch: number of samples or of positions.
+        """Term -> its weight in a microbatch: number of samples, of positions, or of its own targets.
 
         Weights are numbers from the shape [B, S, ...] of the first input or, if the input ``lengths`` is given, 0-d
-        tensors computed from it.
+        tensors computed from it. Own targets are counted in their input.
+
+        Raises:
+            BuildError: the task does not give the input with a term's targets.
         """
         if not self.terms:
             return {}
@@ -68,7 +74,10 @@ class AuxiliaryLosses:
         else:
             # Lengths of full samples, also on ranks that have a part of the positions.
             counts = {"sample": (lengths > 0).sum(), "position": lengths.sum()}
-        return {name: counts[term.per] for name, term in self.terms.items()}
+        return {
+            name: _targets(name, term.per, inputs) if isinstance(term.per, InputTargets) else counts[term.per]
+            for name, term in self.terms.items()
+        }
 
     def begin(self, scale: Mapping[str, Tensor]) -> None:
         """Fill the modules' factor buffers: the derivative of the step's loss with respect to each loss sum.
@@ -160,6 +169,16 @@ class Tallies:
             for name, module in adaptive.items():
                 module.adapt({key: sums[f"{name}/{key}"] for key in module.adapts_to()}, finite)
         self._sums = {}
+
+
+def _targets(term: str, per: InputTargets, inputs: StageInputs) -> Tensor:
+    """Number of a term's own targets in a microbatch, 0-d."""
+    if per.input not in inputs.shared:
+        raise BuildError(
+            f"the model adds the loss term '{term}' over its input '{per.input}', which the task does not give; use a "
+            "task that gives it, such as causal_lm after its check(), or switch the term off in the model"
+        )
+    return (inputs.shared[per.input][..., per.index] != _IGNORE).sum()
 
 
 def _reduce(tensors: list[Tensor], group: dist.ProcessGroup) -> None:

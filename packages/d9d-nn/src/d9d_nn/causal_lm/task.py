@@ -6,13 +6,18 @@ Shapes: B samples, S positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from d9d_core.types import Microbatch
+from d9d_core.errors import JobError
+from d9d_core.model import PositionShare
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
+from d9d_nn.further_targets import MTP_TARGETS, MTP_TOKENS, further_targets
 from d9d_nn.heads.causal_lm import RANKS
-from d9d_nn.heads.choice import observed_states, read_output
+from d9d_nn.heads.choice import further_depths, observed_states, read_output
 from d9d_nn.microbatch import check_fields, counted_targets
 from d9d_nn.text_task import TextTask
 
@@ -27,22 +32,51 @@ class CausalLM(TextTask):
 
     Microbatches have ``tokens`` and ``targets``, and optional ``positions`` and ``documents``, all int64 [B, S]; with
     right-padded samples also ``lengths`` int64 [B]. The model's last stage returns ``token_loss`` float32 [B, S], named
-    ``<head>/token_loss`` if the model has several heads.
+    ``<head>/token_loss`` if the model has several heads. A model that predicts further tokens (``mtp`` in its config)
+    also gets their inputs and targets, see :func:`~d9d_nn.further_targets.further_targets`.
 
     Args:
         config: config with the name of the head.
     """
 
     term = _TERM
-    further_inputs = ("targets",)
+    further_inputs = ("targets", MTP_TOKENS, MTP_TARGETS)
+    trains_further_tokens = True
 
     def __init__(self, config: CausalLMConfig) -> None:
         self.config = config
+        self._depths = 0  # further tokens that the model predicts
 
     @property
     def likelihood(self) -> str:
         """Name of the loss term whose exponential is the perplexity."""
         return _TERM
+
+    def check(self, model: Any, facts: State) -> None:
+        """Find the head, compare vocabulary and sequence length, and read how many further tokens the model predicts.
+
+        Raises:
+            JobError: see :meth:`TextTask.check`.
+        """
+        super().check(model, facts)
+        self._depths = further_depths(model)
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage.
+
+        Raises:
+            JobError: the model predicts further tokens, but the dataset weights targets.
+        """
+        return super().inputs(self._shifted(microbatch))
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions of the microbatch with their targets, also of further tokens.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+            JobError: the model predicts further tokens, but the dataset weights targets.
+        """
+        return super().split_positions(self._shifted(microbatch), share)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of targets, or the sum of their weights.
@@ -73,3 +107,22 @@ class CausalLM(TextTask):
         ranks = next((outputs[name] for name in names if name in outputs), None)
         further = weights if ranks is None else {**weights, RANKS: ranks}
         return {"token_loss": loss.detach(), "targets": microbatch["targets"], **further, **observed_states(outputs)}
+
+    def _shifted(self, microbatch: Microbatch) -> Microbatch:
+        """Microbatch with the inputs of multi-token prediction, if the model needs them and they are not there yet."""
+        if not self._depths or MTP_TOKENS in microbatch:
+            return microbatch
+        check_fields(microbatch, self.config.name, "targets")
+        if "weights" in microbatch:
+            raise JobError(
+                "model.mtp: the dataset gives weights of targets, which losses of further tokens do not support; set "
+                "model.mtp.depths to 0, or leave the weights out of the data"
+            )
+        further = further_targets(
+            microbatch["tokens"],
+            microbatch["targets"],
+            self._depths,
+            documents=microbatch.get("documents"),
+            lengths=microbatch.get("lengths"),
+        )
+        return {**microbatch, **further}

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from d9d_core.config import ModelConfig
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from d9d_nn.decoder.multi_token_config import MultiTokenPrediction
 from d9d_nn.decoder.presets import Presets, fill, sizes_or_preset
 from d9d_nn.heads.config import CausalLMHeadConfig, Heads, check_heads
 from d9d_nn.initialization import Initialization
@@ -152,6 +153,10 @@ class DecoderConfig(ModelConfig, ABC):
     def feed_forward_parameters(self, layer: int) -> int:
         """Number of matrix elements that one token uses in the feed-forward part of this layer."""
 
+    def multi_token(self) -> MultiTokenPrediction:
+        """Settings of multi-token prediction; no depths in families without it."""
+        return MultiTokenPrediction()
+
     def value_features(self) -> int:
         """Features of a value head."""
         return self.head_dim
@@ -180,6 +185,44 @@ class DecoderConfig(ModelConfig, ABC):
     def biased_projections(self) -> frozenset[str]:
         """Names of the attention projections with a bias."""
         return PROJECTIONS if self.attention_bias else frozenset()
+
+
+class MultiTokenConfig(DecoderConfig, ABC):
+    """Base config of decoders whose files may have layers of multi-token prediction."""
+
+    mtp: MultiTokenPrediction = MultiTokenPrediction()
+    """Multi-token prediction: training also predicts further tokens, by layers after the last one. Its losses are the
+    series `loss/mtp_loss`, or `loss/mtp_loss_1` and so on with several depths."""
+
+    @field_validator("mtp")
+    @classmethod
+    def _reads_one_language_model(cls, value: MultiTokenPrediction, info: ValidationInfo) -> MultiTokenPrediction:
+        heads = info.data.get("heads")
+        if value.depths and heads is not None and [head.kind for head in heads.values()] != ["causal_lm"]:
+            raise ValueError(
+                "further tokens are predicted by the model's one head of kind causal_lm, but heads has: "
+                f"{', '.join(f'{name} ({head.kind})' for name, head in heads.items())}; set depths to 0, or keep only "
+                "a causal_lm head"
+            )
+        return value
+
+    def multi_token(self) -> MultiTokenPrediction:
+        """Settings of multi-token prediction."""
+        return self.mtp
+
+    def check_resume(self, saved: Mapping[str, Any]) -> None:
+        """Refuse other layers of multi-token prediction than the saved model has; only the weight may change.
+
+        Raises:
+            ValueError: the number of depths, or the order of the projections' inputs, is another.
+        """
+        super().check_resume(saved)
+        before = MultiTokenPrediction.model_validate(saved.get("mtp", {}))
+        if before.model_copy(update={"weight": self.mtp.weight}) != self.mtp:
+            raise ValueError(
+                f"mtp has depths {self.mtp.depths} and first {self.mtp.first}, the saved model has depths "
+                f"{before.depths} and first {before.first}; only mtp.weight may change"
+            )
 
 
 class DenseConfig(DecoderConfig):

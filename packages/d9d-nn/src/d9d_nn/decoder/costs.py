@@ -80,7 +80,7 @@ def decoder_cost(
     output_norms: bool = False,
     mixer: Mixer | None = None,
 ) -> StageCost:
-    """Cost of a stage of a decoder: embedding, layers, and final norm with heads.
+    """Cost of a stage of a decoder: embedding, layers, layers of multi-token prediction, and final norm with heads.
 
     Args:
         config: config of the whole model.
@@ -97,12 +97,22 @@ def decoder_cost(
     _check(config, share)
     mix = partial(attention_cost, head_norms=head_norms) if mixer is None else mixer
     blocks: list[BlockCost] = []
+    depths = config.multi_token().depths if stage.is_last else 0
     if stage.is_first:
-        blocks.append(_embedding(config, share))
+        blocks.append(_embedding(config, share, 1 + depths))
+
+    def layer_cost(layer: int) -> BlockCost:
+        return _layer(config, share, mix(config, layer, share), feed_forward(config, layer, share), output_norms)
+
     for first, layers in _alike(config, layers_of(config, stage)).items():
         names = tuple(f"layers.{layer}" for layer in layers)
-        cost = _layer(config, share, mix(config, first, share), feed_forward(config, first, share), output_norms)
-        blocks.append(replace(cost, count=len(layers), names=names))
+        blocks.append(replace(layer_cost(first), count=len(layers), names=names))
+    if depths and not stage.is_first:
+        blocks.append(_embedding(config, share, depths))
+    further = range(config.num_layers, config.num_layers + depths)
+    for first, layers in _alike(config, further).items():
+        names = tuple(f"mtp.{layer - config.num_layers}" for layer in layers)
+        blocks.append(replace(_further(config, share, layer_cost(first)), count=len(layers), names=names))
     if stage.is_last:
         blocks.append(_heads(config, stage, share))
     return StageCost(tuple(blocks), 0.0 if stage.is_last else state_bytes(config, share))
@@ -299,14 +309,43 @@ def _matrices(prefix: str, names: tuple[str, ...], outputs: int, features: int, 
     return tuple(Weight(f"{prefix}.{name}.weight", (outputs, features), "linear", cut) for name in names)
 
 
-def _embedding(config: DecoderConfig, share: Share) -> BlockCost:
-    words, hidden = -(-config.vocab_size // share.tensor), config.hidden_size
+def _embedding(config: DecoderConfig, share: Share, lookups: int) -> BlockCost:
+    """Cost of the embedding; multi-token prediction looks up several tokens for each position."""
+    words, hidden, tokens = -(-config.vocab_size // share.tensor), config.hidden_size, lookups * share.tokens
     table = Weight("embedding.weight", (words, hidden), "embedding", 0)
-    cost = embedding(share.tokens, words, hidden, share.width, weights=(table,))
-    size = share.width * share.tokens * hidden
+    cost = embedding(tokens, words, hidden, share.width, weights=(table,))
+    size = share.width * tokens * hidden
     back = (Exchange("all_gather", "tp", size),) if share.tensor > 1 else ()
     out = (Exchange("reduce_scatter", "tp", size),) if share.tensor > 1 else ()
     return BlockCost("embedding", (cost,), words * hidden, exchanges=out, backward_exchanges=back, is_block=False)
+
+
+def _further(config: DecoderConfig, share: Share, layer: BlockCost) -> BlockCost:
+    """Cost of a layer of multi-token prediction: its norms and projection, of a rank's own positions, and a layer."""
+    width, hidden, own = share.width, config.hidden_size, share.tokens / share.tensor
+    names = ("embedding_norm", "hidden_norm", "norm")
+    norms = [rms_norm(name, own, hidden, width, weights=(Weight(f"{name}.weight", (hidden,)),)) for name in names]
+    joined = width * own * 2 * hidden
+    projection = (Weight("projection.weight", (hidden, 2 * hidden), "linear"),)
+    inside = (
+        replace(op, weights=tuple(replace(weight, name=f"block.{weight.name}") for weight in op.weights))
+        for op in layer.ops
+    )
+    ops = (
+        *norms[:2],
+        OpCost("joined states", "memory", traffic=2 * joined, backward_traffic=2 * joined),
+        linear("projection", own, 2 * hidden, hidden, width, weights=projection),
+        *inside,
+        norms[2],
+    )
+    return replace(
+        layer,
+        name="further token",
+        ops=ops,
+        parameters=layer.parameters + 2 * hidden**2 + len(names) * hidden,
+        input=2 * layer.input,  # the hidden states and the embeddings
+        workspace=layer.workspace + joined,
+    )
 
 
 def _classes(name: str, classes: int, hidden: int, share: Share, of_tokens: bool) -> OpCost:
@@ -319,11 +358,13 @@ def _classes(name: str, classes: int, hidden: int, share: Share, of_tokens: bool
 
 
 def _heads(config: DecoderConfig, stage: Stage, share: Share) -> BlockCost:
-    hidden, width, tokens = config.hidden_size, share.width, share.tokens
+    hidden, width, depths = config.hidden_size, share.width, config.multi_token().depths
     words = -(-config.vocab_size // share.tensor)
     norm = Weight("norm.weight", (hidden,))
-    ops: list[OpCost] = [rms_norm("norm", tokens / share.tensor, hidden, width, weights=(norm,))]
+    ops: list[OpCost] = [rms_norm("norm", share.tokens / share.tensor, hidden, width, weights=(norm,))]
     workspace, parameters = 0.0, hidden
+    tokens = (1 + depths) * share.tokens  # rows of the head
+    has_embedding = stage.is_first or depths > 0
     for name, head in config.heads.items():
         if head.kind == "causal_lm":
             owner = "embedding" if config.tie_embeddings else f"heads.{name}"
@@ -331,8 +372,8 @@ def _heads(config: DecoderConfig, stage: Stage, share: Share) -> BlockCost:
             both, besides = linear_cross_entropy(tokens, hidden, words, width, share.memory, weights=projection)
             ops += both
             workspace = max(workspace, besides)
-            # A tied head on another stage than the embedding has its own copy of the weight.
-            parameters += 0 if config.tie_embeddings and stage.is_first else words * hidden
+            # A tied head on a stage without embedding has its own copy of the weight.
+            parameters += 0 if config.tie_embeddings and has_embedding else words * hidden
         elif isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
             of_tokens = isinstance(head, TokenClassificationHeadConfig)
             ops.append(_classes(f"heads.{name}", head.num_classes, hidden, share, of_tokens))

@@ -16,16 +16,28 @@ def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> flo
     al. 2022, "PaLM", appendix B); if values have another size than keys, head_dim is the mean of both. keys is the
     average number of keys that a token attends to: half of the sequence, or less with a sliding window. A layer without
     attention has another second term, see :meth:`DecoderConfig.mixing_flops`. Recomputation is not counted. With
-    several heads, all heads are assumed to be trained.
+    several heads, all heads are assumed to be trained. Each depth of multi-token prediction adds a layer, its
+    projection, and the head once more.
     """
-    matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length)
-    mixing = sum(config.mixing_flops(layer, sequence_length) for layer in range(config.num_layers))
+    layers = range(config.num_layers + config.multi_token().depths)
+    matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length) + further_parameters(config)
+    mixing = sum(config.mixing_flops(layer, sequence_length) for layer in layers)
     return 6.0 * matmul_parameters + mixing
 
 
 def layer_parameters(config: DecoderConfig) -> int:
-    """Matmul parameters of all layers that one token uses."""
-    layers = range(config.num_layers)
+    """Matmul parameters of all layers that one token uses, without layers of multi-token prediction."""
+    return _in_layers(config, range(config.num_layers))
+
+
+def further_parameters(config: DecoderConfig) -> int:
+    """Matmul parameters that multi-token prediction uses for a token: layers, projections, and the head per depth."""
+    depths, hidden = config.multi_token().depths, config.hidden_size
+    layers = range(config.num_layers, config.num_layers + depths)
+    return _in_layers(config, layers) + depths * hidden * (2 * hidden + config.vocab_size)
+
+
+def _in_layers(config: DecoderConfig, layers: range) -> int:
     return sum(config.mixer_parameters(layer) + config.feed_forward_parameters(layer) for layer in layers)
 
 

@@ -5,8 +5,8 @@ Shapes: B samples, S positions, H features, V words of the vocabulary, C classes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from d9d_core.errors import BuildError
@@ -15,16 +15,18 @@ from d9d_core.traits import TensorStyle
 from d9d_core.types import TensorSpec
 from torch import Tensor, nn
 
-from d9d_nn.attention.masks import prepare_masks
+from d9d_nn.attention.masks import AttentionMasks, prepare_masks
 from d9d_nn.decoder.block import DecoderBlock
 from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.multi_token import MultiTokenLayers, lookup_ids
 from d9d_nn.decoder.stages import layers_of
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
+from d9d_nn.further_targets import MTP_TARGETS, MTP_TOKENS, further_targets
 from d9d_nn.heads.config import head_reads
 from d9d_nn.heads.heads import Heads
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
 from d9d_nn.rms_norm import RMSNorm
-from d9d_nn.rope.rotary_embedding import LayerRotations
+from d9d_nn.rope.rotary_embedding import LayerRotations, Rotation
 
 #: Builds the layer of an index in the whole model.
 BuildBlock = Callable[[Any, int], DecoderBlock]
@@ -38,6 +40,10 @@ class DecoderModel(nn.Module):
     uses the embedding's weight. If the embedding is on another stage, the last stage has a copy under the same name,
     and training adds up the gradients of parameters with equal names. With ``added_tokens``, the embedding and each
     causal_lm head have a weight for each part, such as ``regular.weight`` and ``added.weight``, in place of ``weight``.
+
+    With multi-token prediction, the last stage also has ``mtp.<depth>...`` and, like a tied head, the embedding. These
+    layers run in training only, with targets, and add their own loss terms
+    (:class:`~d9d_nn.decoder.multi_token.MultiTokenLayers`).
 
     Args:
         config: config of the whole model.
@@ -73,13 +79,16 @@ class DecoderModel(nn.Module):
         if stage.is_first:
             self.embedding = _embedding(config)
         self.layer_indices = layers_of(config, stage)
-        self.rotary = LayerRotations(config.head_dim, [config.rope(index) for index in self.layer_indices])
+        further = range(config.num_layers, config.num_layers + (config.multi_token().depths if self.has_heads else 0))
+        indices = (*self.layer_indices, *further)
+        self.rotary = LayerRotations(config.head_dim, [config.rope(index) for index in indices])
         self.layers = nn.ModuleDict({str(index): block(config, index) for index in self.layer_indices})
         self._routes = any(layer.routes for layer in self.layers.values())
         if stage.is_last:
             self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
-        if self.has_heads and not stage.is_first and config.tie_embeddings:
+        if self.has_heads and not stage.is_first and (config.tie_embeddings or further):
             self.embedding = _embedding(config)
+        self.mtp = MultiTokenLayers(config, [block(config, index) for index in further], norm=norm) if further else None
         if self.has_heads:
             self.heads = Heads(
                 config.heads,
@@ -93,8 +102,9 @@ class DecoderModel(nn.Module):
             )
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """Layers of this stage."""
-        return {f"layers.{index}": layer for index, layer in self.layers.items()}
+        """Layers of this stage, and on the last stage the layers of multi-token prediction."""
+        further = {} if self.mtp is None else {f"mtp.{depth}": layer for depth, layer in self.mtp.items()}
+        return {f"layers.{index}": layer for index, layer in self.layers.items()} | further
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of the embedding (split over the vocabulary, unless tokens were added) and of the final norm."""
@@ -105,6 +115,14 @@ class DecoderModel(nn.Module):
         if self.stage.is_last:
             plan["norm"] = TensorStyle.SEQUENCE
         return plan
+
+    def row_factors(self) -> Mapping[str, int]:
+        """Rows of embedding and head for each sample: multi-token prediction computes all depths in one call."""
+        if self.mtp is None:
+            return {}
+        depths = len(self.mtp)
+        heads = {f"heads.{name}": 1 + depths for name in self.heads}
+        return {"embedding": depths + int(self.stage.is_first), **heads}
 
     def split_sequence(self, ranks: int) -> None:
         """Prepare for tensor parallelism, under which each rank has S / ``ranks`` positions of the hidden states."""
@@ -154,6 +172,8 @@ class DecoderModel(nn.Module):
         lengths: Tensor | None = None,
         ends: Tensor | None = None,
         pooling_mask: Tensor | None = None,
+        mtp_tokens: Tensor | None = None,
+        mtp_targets: Tensor | None = None,
         **layer_sums: Tensor,
     ) -> dict[str, Tensor]:
         """Run this stage.
@@ -170,6 +190,10 @@ class DecoderModel(nn.Module):
                 a result for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
             pooling_mask: bool or integers [B, S], of all positions; heads with masked pooling average the positions
                 with other values than zero.
+            mtp_tokens: int64 [B, S, D], for multi-token prediction in training, see
+                :func:`~d9d_nn.further_targets.further_targets`. A model that has all stages and all positions computes
+                both inputs itself if they are ``None``.
+            mtp_targets: int64 [B, S, D], see ``mtp_tokens``.
             layer_sums: [B, S, H] each, for later stages: the other outputs of the previous stage.
 
         Returns:
@@ -181,13 +205,18 @@ class DecoderModel(nn.Module):
             causal_lm heads among them run only with targets.
 
         Raises:
-            ValueError: the first stage got no tokens, or a later stage did not get all outputs of the previous stage.
+            ValueError: the first stage got no tokens, a later stage did not get all outputs of the previous stage, or
+                the last stage needs ``mtp_tokens`` and ``mtp_targets`` and did not get them.
             TypeError: an input is unknown.
         """
+        further = self._further(tokens, targets, documents, lengths, mtp_tokens, mtp_targets)
+        ahead = None
         if self.stage.is_first:
             if tokens is None:
                 raise ValueError(f"the first pipeline stage of {self.config.name} needs the input 'tokens'")
-            hidden = self.embed(tokens)
+            # One look-up of all depths: what wraps the embedding sees one call.
+            embedded = self.embed(tokens if further is None else torch.cat((tokens, lookup_ids(further.tokens))))
+            hidden, ahead = embedded[: len(tokens)], embedded[len(tokens) :]
         if hidden is None:
             name = self.config.name
             raise ValueError(
@@ -204,12 +233,14 @@ class DecoderModel(nn.Module):
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
         rotations = self.rotary(positions, lengths, counted)
         blocks = (layer for layer in self.layers.values() if isinstance(layer, DecoderBlock))
-        slots = (slot for layer in blocks for slot in layer.attention_slots())
+        slots = [slot for layer in blocks for slot in layer.attention_slots()]
+        if further is not None:
+            slots += further.layers.attention_slots()
         masks = prepare_masks(slots, documents, length, hidden.device)
         padding = None
         if lengths is not None and self._routes:
             padding = places >= lengths.unsqueeze(1)
-        for (index, layer), rotation in zip(self.layers.items(), rotations, strict=True):
+        for (index, layer), rotation in zip(self.layers.items(), rotations, strict=self.mtp is None):
             hidden = layer(hidden, rotation, masks, padding)
             sums.add(int(index), hidden)
         if not self.stage.is_last:
@@ -217,6 +248,9 @@ class DecoderModel(nn.Module):
         final = self.norm(hidden)
         if not self.has_heads:
             return {"hidden": final}
+        tied_weight = self.embedding.vocabulary_weight() if self.config.tie_embeddings else None
+        if further is not None:
+            return self._predict_further(final, ahead, rotations[len(self.layers) :], masks, further, tied_weight)
         outputs: dict[str, Tensor] = self.heads(
             final,
             sums.means(self.norm.factor()),
@@ -224,9 +258,82 @@ class DecoderModel(nn.Module):
             lengths=lengths,
             ends=ends,
             pooling_mask=pooling_mask,
-            tied_weight=self.embedding.vocabulary_weight() if self.config.tie_embeddings else None,
+            tied_weight=tied_weight,
         )
         return outputs
+
+    def _further(
+        self,
+        tokens: Tensor | None,
+        targets: Tensor | None,
+        documents: Tensor | None,
+        lengths: Tensor | None,
+        mtp_tokens: Tensor | None,
+        mtp_targets: Tensor | None,
+    ) -> _Further | None:
+        """Layers and inputs of multi-token prediction; ``None`` if this forward predicts only the next tokens.
+
+        Raises:
+            ValueError: the inputs are missing, and this stage cannot compute them.
+        """
+        if self.mtp is None or targets is None or not self.training:
+            return None
+        if mtp_tokens is not None and mtp_targets is not None:
+            return _Further(self.mtp, targets, mtp_tokens, mtp_targets)
+        if tokens is None or self._context is not None:
+            raise ValueError(
+                f"the last stage of {self.config.name} predicts further tokens (mtp), so it needs '{MTP_TOKENS}' and "
+                f"'{MTP_TARGETS}'; compute them from whole samples by further_targets()"
+            )
+        found = further_targets(tokens, targets, len(self.mtp), documents=documents, lengths=lengths)
+        return _Further(self.mtp, targets, found[MTP_TOKENS], found[MTP_TARGETS])
+
+    def _predict_further(
+        self,
+        final: Tensor,
+        ahead: Tensor | None,
+        rotations: Sequence[Rotation],
+        masks: AttentionMasks,
+        further: _Further,
+        tied_weight: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Outputs of the head, whose ``token_loss`` [B, S] also carries the losses of the further tokens.
+
+        Args:
+            final: normalised output of the last layer, [B, S, H].
+            ahead: embeddings of the further tokens, [D * B, S, H], if they were looked up already.
+            rotations: rotation of each depth.
+            masks: masks of all layers.
+            further: layers and inputs of multi-token prediction.
+            tied_weight: [V, H] for a tied head.
+        """
+        if ahead is None:
+            ahead = self.embed(lookup_ids(further.tokens))
+        states = torch.cat(
+            (final, *further.layers(final, ahead, rotations, masks, further.tokens))
+        )  # [(1 + D) B, S, H]
+        targets = torch.cat((further.next, *further.targets.unbind(-1)))  # [(1 + D) B, S]
+        # One call for all depths: sharded words, deferred gradients and what wraps the head see one call.
+        joined = self.heads(states, {}, targets=targets, tied_weight=tied_weight)
+        samples = len(further.next)
+        outputs = {name: tensor[:samples] for name, tensor in joined.items()}
+        loss = further.layers.add_losses(outputs["token_loss"], joined["token_loss"][samples:])
+        return {**outputs, "token_loss": loss}
+
+
+class _Further(NamedTuple):
+    """Layers and inputs of multi-token prediction.
+
+    Attributes:
+        layers: layers of all depths.
+        next: targets of the main model, int64 [B, S].
+        tokens, targets: inputs and targets of the depths, int64 [B, S, D].
+    """
+
+    layers: MultiTokenLayers
+    next: Tensor
+    tokens: Tensor
+    targets: Tensor
 
 
 def _embedding(config: DecoderConfig) -> TokenEmbedding | SplitTokenEmbedding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from d9d_core.model import Stage
 
 from d9d_nn.decoder.config import DecoderConfig
-from d9d_nn.decoder.flops import head_parameters, layer_parameters
+from d9d_nn.decoder.flops import further_parameters, head_parameters, layer_parameters
 from d9d_nn.stages import stage_layers
 
 #: Estimated cost of the embedding in a step, as a fraction of the cost of a head over the same words. For each token a
@@ -31,5 +31,7 @@ def layers_of(config: DecoderConfig, stage: Stage) -> range:
     """
     layer = layer_parameters(config) / config.num_layers
     embedding = _EMBEDDING_PER_HEAD * config.vocab_size * config.hidden_size
-    head = head_parameters(config, config.max_positions)
-    return stage_layers(config.num_layers, stage, first=embedding / layer, last=head / layer)
+    last = head_parameters(config, config.max_positions) + further_parameters(config)
+    if config.multi_token().depths:  # the last stage looks up further tokens
+        last += embedding
+    return stage_layers(config.num_layers, stage, first=embedding / layer, last=last / layer)

@@ -18,7 +18,7 @@ from torch import Tensor
 from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.divergence import divergence
 from d9d_nn.distillation.vocabularies import check_vocabularies
-from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.heads.choice import check_next_tokens_only, choose_head, exceeded, read_output
 from d9d_nn.microbatch import check_fields, counted_targets
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.text_task import TextTask
@@ -52,11 +52,12 @@ class Distillation(TextTask):
         """Find the heads, and compare the sizes of model, teacher and data, and the tokenizers of the two models.
 
         Raises:
-            JobError: a head cannot be found, the data has token ids or positions that a model does not have, or the
-                teacher has another vocabulary or no weights.
+            JobError: a head cannot be found, the data has token ids or positions that a model does not have, the
+                teacher has another vocabulary or no weights, or the model predicts further tokens.
         """
         config = self.config
         self._words = getattr(model, "vocab_size", None)
+        check_next_tokens_only(model, config.name)
         choose_head(model, "causal_lm", config.head)
         problems = exceeded(model, facts)
         choose_head(config.teacher, "causal_lm", config.teacher_head, "task.teacher_head")

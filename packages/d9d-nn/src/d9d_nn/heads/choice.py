@@ -52,6 +52,33 @@ def choose_head(model: Any, kind: str, name: str | None, where: str = "task.head
     return heads[name]
 
 
+def further_depths(model: Any) -> int:
+    """Number of further tokens that a model predicts in training (``mtp.depths``); 0 without multi-token prediction.
+
+    Args:
+        model: the model's config.
+    """
+    depths = getattr(getattr(model, "mtp", None), "depths", 0)
+    return depths if isinstance(depths, int) else 0
+
+
+def check_next_tokens_only(model: Any, task: str) -> None:
+    """Refuse a model that predicts further tokens, for a task that does not train them.
+
+    Args:
+        model: the model's config.
+        task: name of the task.
+
+    Raises:
+        JobError: the model predicts further tokens.
+    """
+    if depths := further_depths(model):
+        raise JobError(
+            f"model.mtp: depths is {depths}, but task '{task}' trains no further tokens; set model.mtp.depths to 0, or "
+            "use the task causal_lm"
+        )
+
+
 def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
     """Read one output of the chosen head; the name has no prefix if there is only one head.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from d9d_core.model import MultipliesRows
 from d9d_core.strategy import Collective, CommunicatesAlone, Kind, StepShape
+from d9d_core.traits import modules_with
 from torch import nn
 
 Exchange = Literal["all_gather", "reduce_scatter"]
@@ -53,9 +55,18 @@ class TensorCommunication:
         frozen = any(not parameter.requires_grad for parameter in self.stage.parameters())
         if len(self.ranks) == 1:
             return
+        factors = {
+            f"{owner}.{name}" if owner else name: factor
+            for owner, module in modules_with(self.stage, MultipliesRows).items()
+            for name, factor in module.row_factors().items()
+        }
+
+        def shape_at(module: str) -> StepShape:
+            return replace(step, samples=factors.get(module, 1) * step.samples)
+
         for site in self.sites:
             features = site.features or (known[0] if known else None)
-            size = None if features is None else step.bytes_of(features)
+            size = None if features is None else shape_at(site.module).bytes_of(features)
             what = f"hidden states at {site.module or 'the model'}"
             for way, exchange in (("forward", site.forward), ("backward", site.backward)):
                 if exchange is None:
@@ -75,7 +86,7 @@ class TensorCommunication:
                     at_most=frozen and not ahead,
                 )
         for name, module in self.alone.items():
-            for kind, size in module.forward_collectives(step):
+            for kind, size in module.forward_collectives(shape_at(name)):
                 yield Collective(
                     kind, "tp", self.ranks, size, step.forwards, f"inside {name}, forward", name, step.approximate
                 )

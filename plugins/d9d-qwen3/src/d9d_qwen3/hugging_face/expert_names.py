@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from d9d_core.errors import CheckpointError
 from d9d_moe.expert_files import expert_files
@@ -21,20 +21,44 @@ def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]
     Raises:
         CheckpointError: the stored model chooses experts by a selection bias, which this model lacks.
     """
+    sparse = [layer for layer in range(config.num_layers) if layer not in config.dense_layers]
+    fresh = [f"layers.{layer}" for layer in sparse]
+    yield from _routers(config, stored, "model.layers.{layer}", "layers.{layer}", fresh)
+    for layer in sparse:
+        names = f"model.layers.{layer}.mlp.experts", f"layers.{layer}.ffn.experts"
+        yield expert_files(*names, config.num_experts, config.expert_files)
+
+
+def mixture(config: Qwen3MoeConfig, stored: Qwen3MoeConfig, theirs: str, ours: str) -> Iterator[Mapper]:
+    """Mappers of the router and the experts of one layer.
+
+    Args:
+        config: config of the model to load into.
+        stored: config of the model in the files.
+        theirs: name of the layer in the files.
+        ours: name of the layer in the model.
+
+    Raises:
+        CheckpointError: see :func:`mixtures`.
+    """
+    yield from _routers(config, stored, theirs, ours, [ours])
+    yield expert_files(f"{theirs}.mlp.experts", f"{ours}.ffn.experts", config.num_experts, config.expert_files)
+
+
+def _routers(
+    config: Qwen3MoeConfig, stored: Qwen3MoeConfig, theirs: str, ours: str, layers: Sequence[str]
+) -> Iterator[Mapper]:
+    """Mappers of routers, whose layers have the given patterns of names; ``layers`` are all their names in d9d."""
     if stored.has_selection_bias and not config.has_selection_bias:
         raise CheckpointError(
             "the routers in the files choose experts with a bias (selection_bias), which this model would not have; "
             "add {name: bias_update} to model.balancing"
         )
-    sparse = [layer for layer in range(config.num_layers) if layer not in config.dense_layers]
-    theirs, ours = "model.layers.{layer}.mlp.gate", "layers.{layer}.ffn.router"
+    theirs, ours = f"{theirs}.mlp.gate", f"{ours}.ffn.router"
     yield Rename(f"{theirs}.weight", f"{ours}.weight")
     if not config.has_selection_bias:
         yield Drop(f"{theirs}.selection_bias", optional=True)
     elif stored.has_selection_bias:
         yield Rename(f"{theirs}.selection_bias", f"{ours}.selection_bias", optional=True)  # a buffer: may be missing
     else:
-        yield Fresh(tuple(f"layers.{layer}.ffn.router.selection_bias" for layer in sparse))
-    for layer in sparse:
-        names = f"model.layers.{layer}.mlp.experts", f"layers.{layer}.ffn.experts"
-        yield expert_files(*names, config.num_experts, config.expert_files)
+        yield Fresh(tuple(f"{layer}.ffn.router.selection_bias" for layer in layers))

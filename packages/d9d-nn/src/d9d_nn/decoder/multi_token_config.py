@@ -1,0 +1,36 @@
+"""Config section ``mtp`` of decoders: multi-token prediction. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.config import Section
+from pydantic import Field, ValidationInfo, field_validator
+
+_WEIGHT = 0.3
+#: Loss term of multi-token prediction; with several depths, each has a term with its number at the end.
+TERM = "mtp_loss"
+
+
+class MultiTokenPrediction(Section):
+    """Multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2)."""
+
+    depths: int = Field(default=0, ge=0, le=8)
+    """Number of further tokens that a position predicts in training, each by one more layer; 0: none."""
+
+    weight: float = Field(default=_WEIGHT, gt=0, allow_inf_nan=False)
+    """Coefficient of the mean of all depths' losses in the training loss."""
+
+    first: Literal["embedding", "hidden"] = "embedding"
+    """First half of the input of each projection: the embedding of the next token, or the hidden state."""
+
+    @field_validator("weight")
+    @classmethod
+    def _has_an_effect(cls, value: float, info: ValidationInfo) -> float:
+        if info.data.get("depths") == 0 and value != _WEIGHT:
+            raise ValueError(f"{value:g} has no effect while depths is 0; set depths to 1 or more, or remove weight")
+        return value
+
+    def terms(self) -> tuple[str, ...]:
+        """Names of the loss terms, in the order of the depths."""
+        return (TERM,) if self.depths == 1 else tuple(f"{TERM}_{depth}" for depth in range(1, self.depths + 1))
