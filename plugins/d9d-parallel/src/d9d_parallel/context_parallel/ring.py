@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_engine.distributed.positions import ZigzagPositions
+from d9d_nn.ops.attention.mask_kinds import MASK_KINDS, Documents, MaskKind, function_refusal
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
@@ -26,16 +28,39 @@ from d9d_parallel.context_parallel.blocks import ReferenceBlocks, merge_into
 from d9d_parallel.ranks import Ranks
 
 
+class BlockSlot(OpSlot):
+    """Slot of the op ``attention_block``, which refuses backends that do not compute its kind of mask."""
+
+    def refusal(self, function: Callable[..., Any]) -> str | None:
+        """Reason why a function cannot compute the mask of this slot; ``None`` if it can."""
+        return function_refusal(self.static, function)
+
+    def bind(self, backend: str, function: Callable[..., Any]) -> None:
+        """Replace the bound function.
+
+        Raises:
+            BuildError: the function does not compute the kind of mask.
+        """
+        if (refusal := self.refusal(function)) is not None:
+            raise BuildError(f"kernels.{self.op}: '{backend}' {refusal}; choose flex, or leave the choice to d9d")
+        super().bind(backend, function)
+
+
 class RingAttention:
     """Ring attention of a rank's own queries to keys and values that are passed around.
 
     Args:
         ranks: ranks of the ring, in order.
+
+    Attributes:
+        mask_kinds: see :mod:`d9d_nn.ops.attention.mask_kinds`.
     """
+
+    mask_kinds = MASK_KINDS
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.slot = OpSlot("attention_block", ReferenceBlocks())
+        self.slot = BlockSlot("attention_block", ReferenceBlocks())
         # Dynamo would trace sends and receives, which must start together.
         self._attend: Callable[..., Tensor] = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
@@ -48,16 +73,25 @@ class RingAttention:
         """Op slot of ``attention_block``, the attention to one rank's keys, by name."""
         return {"attention_block": self.slot}
 
-    def prepare(self, documents: Tensor | None, length: int, window: int | None, device: torch.device) -> Turns:
+    def prepare(
+        self,
+        documents: Documents,
+        length: int,
+        window: int | None,
+        device: torch.device,
+        *,
+        mask: MaskKind = "causal",
+    ) -> Turns:
         """Prepare the data of each turn, for all layers with this window.
 
         Args:
-            documents: int64 [B, S]; ``None`` if a sample is one document.
+            documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
             length: S.
             window: number of positions that a query attends to, including its own; ``None`` for all.
             device: device of queries and keys.
+            mask: kind of the mask.
         """
-        plan = Plan(self.ranks, length // (2 * self.ranks.size), documents, window, device, self.slot.function)
+        plan = Plan(self.ranks, length // (2 * self.ranks.size), documents, window, device, self.slot.function, mask)
         return Turns([plan.parts(plan.source(turn)) for turn in range(self.ranks.size)])
 
     def __call__(
@@ -65,7 +99,7 @@ class RingAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Turns | Tensor | None,
+        documents: Turns | Documents,
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -75,7 +109,8 @@ class RingAttention:
             query: [B, S / R, N, D]; positions in zigzag order, as for keys and values.
             key: [B, S / R, K, D].
             value: [B, S / R, K, D].
-            documents: result of :meth:`prepare`; or int64 [B, S], or ``None`` if a sample is one document.
+            documents: result of :meth:`prepare`; or int64 [B, S], also with blocks, or ``None`` if a sample is one
+                document.
             window: number of positions that a query attends to, including its own; ``None`` for all.
             sinks: [N], see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for none.
 
@@ -117,23 +152,26 @@ class Plan:
     Attributes:
         ranks: ranks of the ring.
         chunk: number of positions of a chunk; each rank has two chunks.
-        documents: int64 [B, S]; ``None`` if a sample is one document.
+        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
         window: number of positions that a query attends to; ``None`` for all.
         device: device of queries and keys.
         blocks: backend of the op ``attention_block``.
+        mask: kind of the mask.
     """
 
     ranks: Ranks
     chunk: int
-    documents: Tensor | None
+    documents: Documents
     window: int | None
     device: torch.device
     blocks: Any
+    mask: MaskKind = "causal"
 
     def parts(self, source: int) -> Sequence[Part]:
         """Blocks of the attention of this rank's queries to one rank's keys, without blocks that are masked out."""
         mine, theirs = (self._positions(rank) for rank in (self.ranks.rank, source))
-        found = self.blocks.prepare(mine, theirs, self.documents, self.window, self.device)
+        more = {} if self.mask == "causal" else {"mask": self.mask}
+        found = self.blocks.prepare(mine, theirs, self.documents, self.window, self.device, **more)
         return [Part(*part) for part in found]
 
     def source(self, turn: int) -> int:
@@ -274,7 +312,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Turns | Tensor | None,
+    documents: Turns | Documents,
     window: int | None,
     ring: RingAttention,
     sinks: Tensor | None,
@@ -285,7 +323,8 @@ def _attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     turns = documents
     if not isinstance(turns, Turns):
-        turns = ring.prepare(turns, query.shape[1] * ring.ranks.size, window, query.device)
+        kind: MaskKind = ring.slot.static.get("mask", "causal")
+        turns = ring.prepare(turns, query.shape[1] * ring.ranks.size, window, query.device, mask=kind)
     with torch.autocast(device, enabled=False):  # autocast would round products of scores
         out: Tensor = _Ring.apply(query, key, value, sinks, turns, ring)
     return out
