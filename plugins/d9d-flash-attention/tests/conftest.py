@@ -141,7 +141,7 @@ class Library3(Library2):
 
 
 def sides_of(causal: bool, to_the_left: int, to_the_right: int) -> Sides:
-    """Positions seen to the left and to the right, where the libraries say -1 for all; causal attention sees none right."""
+    """Positions seen to the left and right; -1 is all positions, and causal attention sees none on the right."""
     assert (to_the_left == -1) == (to_the_right == -1)
     assert to_the_right in ((-1, 0) if causal else (-1, to_the_left))
     left, right = (None if side == -1 else side for side in (to_the_left, to_the_right))

@@ -8,6 +8,7 @@ from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.decoder.block import DecoderBlock, grouped_query_attention, swiglu
 from d9d_nn.delta.gated_delta_net import GatedDeltaNet
 from d9d_nn.linear import Linear
+from d9d_nn.ops.attention.mask_kinds import Documents
 from d9d_nn.ops.attention.slot import AttentionSlot
 from d9d_nn.rms_norm import OffsetRMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation
@@ -35,7 +36,7 @@ class HybridBlock(DecoderBlock):
         """Slot of the attention; none for Gated DeltaNet."""
         return [] if self.is_recurrent else list(super().attention_slots())
 
-    def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
+    def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
         """Mix tokens of the same document: [B, S, H] to [B, S, H]."""
         if not self.is_recurrent:
             return super().mix(normed, rotation, documents)

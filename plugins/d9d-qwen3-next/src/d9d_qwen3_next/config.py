@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import ClassVar, Literal
 
-from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.config import AttentionMask, DecoderConfig
 from d9d_nn.decoder.presets import Presets
 from d9d_nn.rope.scaling import Rope
 from d9d_qwen3.moe_config import Qwen3MoeConfig
@@ -76,6 +76,16 @@ class HybridConfig(DecoderConfig):
         types = tuple(value[layer % len(value)] for layer in range(layers))
         periods = (size for size in range(1, layers) if types[size:] == types[:-size])
         return types[: next(periods, layers)]
+
+    @field_validator("attention_mask")
+    @classmethod
+    def _reads_in_order(cls, value: AttentionMask) -> AttentionMask:
+        if value != "causal":
+            raise ValueError(
+                f"{value} has no meaning in Gated DeltaNet, which reads positions in order; choose causal, or a model "
+                "of attention layers only, such as qwen3"
+            )
+        return value
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has Gated DeltaNet instead of attention."""

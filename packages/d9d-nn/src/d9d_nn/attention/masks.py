@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from d9d_nn.ops.attention.mask_kinds import Documents
 from d9d_nn.ops.attention.slot import AttentionSlot, MaskKey
@@ -51,3 +52,17 @@ def prepare_masks(
         if slot.mask_key not in prepared:
             prepared[slot.mask_key] = slot.prepare(documents, length, device)
     return AttentionMasks(documents, prepared)
+
+
+def separated_padding(documents: Tensor | None, lengths: Tensor, length: int) -> Tensor:
+    """Documents int64 [B, S] in which the padding of a sample is one more document.
+
+    Args:
+        documents: int64 [B, S]; ``None`` if a sample is one document.
+        lengths: int64 [B], tokens of each right-padded sample.
+        length: S.
+    """
+    padding = torch.arange(length, device=lengths.device) >= lengths[:, None]
+    if documents is None:
+        return padding.to(torch.int64)
+    return torch.where(padding, documents.amax(dim=1, keepdim=True) + 1, documents)

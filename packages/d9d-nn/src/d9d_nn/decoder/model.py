@@ -15,7 +15,7 @@ from d9d_core.traits import TensorStyle
 from d9d_core.types import TensorSpec
 from torch import Tensor, nn
 
-from d9d_nn.attention.masks import prepare_masks
+from d9d_nn.attention.masks import prepare_masks, separated_padding
 from d9d_nn.decoder.block import DecoderBlock
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.stages import layers_of
@@ -23,6 +23,7 @@ from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embeddin
 from d9d_nn.heads.config import head_reads
 from d9d_nn.heads.heads import Heads
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
+from d9d_nn.ops.attention.mask_kinds import DocumentBlocks, Documents
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import LayerRotations
 
@@ -154,6 +155,7 @@ class DecoderModel(nn.Module):
         lengths: Tensor | None = None,
         ends: Tensor | None = None,
         pooling_mask: Tensor | None = None,
+        attention_blocks: Tensor | None = None,
         **layer_sums: Tensor,
     ) -> dict[str, Tensor]:
         """Run this stage.
@@ -170,6 +172,8 @@ class DecoderModel(nn.Module):
                 a result for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
             pooling_mask: bool or integers [B, S], of all positions; heads with masked pooling average the positions
                 with other values than zero.
+            attention_blocks: int64 [B, S], of all positions, for ``attention_mask`` prefix and blocks: tokens of a
+                document with equal numbers attend to each other in both directions; negative outside of blocks.
             layer_sums: [B, S, H] each, for later stages: the other outputs of the previous stage.
 
         Returns:
@@ -181,7 +185,8 @@ class DecoderModel(nn.Module):
             causal_lm heads among them run only with targets.
 
         Raises:
-            ValueError: the first stage got no tokens, or a later stage did not get all outputs of the previous stage.
+            ValueError: the first stage got no tokens, or a later stage did not get all outputs of the previous stage;
+                or ``attention_blocks`` is missing, or given to a model that has no such blocks.
             TypeError: an input is unknown.
         """
         if self.stage.is_first:
@@ -205,7 +210,7 @@ class DecoderModel(nn.Module):
         rotations = self.rotary(positions, lengths, counted)
         blocks = (layer for layer in self.layers.values() if isinstance(layer, DecoderBlock))
         slots = (slot for layer in blocks for slot in layer.attention_slots())
-        masks = prepare_masks(slots, documents, length, hidden.device)
+        masks = prepare_masks(slots, self._masked(documents, lengths, attention_blocks, length), length, hidden.device)
         padding = None
         if lengths is not None and self._routes:
             padding = places >= lengths.unsqueeze(1)
@@ -227,6 +232,25 @@ class DecoderModel(nn.Module):
             tied_weight=self.embedding.vocabulary_weight() if self.config.tie_embeddings else None,
         )
         return outputs
+
+    def _masked(
+        self, documents: Tensor | None, lengths: Tensor | None, blocks: Tensor | None, length: int
+    ) -> Documents:
+        """Documents for attention, with the blocks; if later keys are visible, padding is a document of its own.
+
+        Raises:
+            ValueError: the model needs blocks and gets none, or the reverse.
+        """
+        kind = self.config.attention_mask
+        if (blocks is not None) != (kind in ("prefix", "blocks")):
+            problem = "has no use for" if blocks is not None else "needs"
+            raise ValueError(
+                f"{self.config.name} with attention_mask {kind} {problem} the input 'attention_blocks', the block of "
+                "each position; see the field attention_mask"
+            )
+        if kind != "causal" and lengths is not None:
+            documents = separated_padding(documents, lengths, length)
+        return documents if blocks is None else DocumentBlocks(documents, blocks)
 
 
 def _embedding(config: DecoderConfig) -> TokenEmbedding | SplitTokenEmbedding:

@@ -21,6 +21,22 @@ from d9d_testing.suites.support.calls import Call
 _SIZES = (1, 2, 3, 7, 8, 16, 17, 31, 64, 65, 100, 129)
 
 
+#: Samples, positions, query heads, key/value heads, features, window, and whether samples hold several documents.
+AttentionSizes = tuple[int, int, int, int, int, int | None, bool]
+#: Calls of attention that is not causal.
+_MASKED: Sequence[AttentionSizes] = (
+    (2, 7, 4, 2, 8, None, False),
+    (2, 9, 4, 2, 16, 3, False),
+    (2, 150, 2, 1, 32, None, True),
+    (2, 140, 2, 2, 32, 70, True),
+)
+_MASKED_BLOCKS: Sequence[AttentionSizes] = (
+    (2, 20, 3, 1, 16, None, False),
+    (2, 28, 4, 4, 16, None, True),
+    (3, 20, 6, 3, 24, 4, True),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """Description of an op for tests.
@@ -67,16 +83,7 @@ def _attentions() -> Sequence[Call]:
         calls.attention(1, 150, 2, 1, 64, None, False),
         calls.attention(2, 140, 4, 2, 32, None, True),
         calls.attention(1, 130, 2, 2, 32, 70, True),
-        *(
-            calls.attention(*sizes, mask=kind)
-            for kind in ("bidirectional", "blocks")
-            for sizes in (
-                (2, 7, 4, 2, 8, None, False),
-                (2, 9, 4, 2, 16, 3, False),
-                (2, 150, 2, 1, 32, None, True),
-                (2, 140, 2, 2, 32, 70, True),
-            )
-        ),
+        *(calls.attention(*sizes, kind) for kind in ("bidirectional", "blocks") for sizes in _MASKED),
     ]
 
 
@@ -88,11 +95,7 @@ def _attention_blocks() -> Sequence[Call]:
         calls.attention(2, 28, 4, 4, 16, None, True),
         calls.attention(1, 20, 3, 1, 16, 7, False),
         calls.attention(3, 12, 6, 3, 24, 4, True),
-        *(
-            calls.attention(*sizes, mask=kind)
-            for kind in ("bidirectional", "blocks")
-            for sizes in ((2, 20, 3, 1, 16, None, False), (2, 28, 4, 4, 16, None, True), (3, 20, 6, 3, 24, 4, True))
-        ),
+        *(calls.attention(*sizes, kind) for kind in ("bidirectional", "blocks") for sizes in _MASKED_BLOCKS),
     ]
 
 
