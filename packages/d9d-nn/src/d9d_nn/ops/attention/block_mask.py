@@ -224,7 +224,7 @@ def visible_blocks(
     some, whole = _near_blocks(nearest, farthest, window, mask)
     missing = count * BLOCK - length
     if missing:  # padding behind the sample is not visible
-        whole = whole & (number[:, None] < count - 1)
+        whole = whole & (number[:, None] < count - 1) & (number < count - 1)
     some, whole = some[None], whole[None]
     if groups is not None:
         of_blocks = _ranges(groups)
