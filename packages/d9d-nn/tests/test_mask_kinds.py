@@ -12,6 +12,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from d9d_core.attention import (
+    MASK_KINDS,
+    DocumentBlocks,
+    MaskKind,
+    function_refusal,
+    mask_facts,
+    mask_kind,
+)
 from d9d_core.errors import BuildError
 from d9d_core.kernel import Decision, OpSignature
 from d9d_core.plugin import KernelSpec, Ref
@@ -21,14 +29,6 @@ from d9d_nn.attention.latent import MultiHeadLatentAttention
 from d9d_nn.attention.masks import prepare_masks, separated_padding
 from d9d_nn.ops.attention import flex, sdpa
 from d9d_nn.ops.attention.block_mask import BLOCK, block_mask, positions_block_mask, visible_blocks
-from d9d_nn.ops.attention.mask_kinds import (
-    MASK_KINDS,
-    DocumentBlocks,
-    MaskKind,
-    function_refusal,
-    mask_facts,
-    mask_kind,
-)
 from d9d_nn.ops.attention.reference import attention, visible
 from d9d_nn.ops.attention.sdpa import Sdpa
 from d9d_nn.ops.attention.sdpa_sinks import SinkSdpa

@@ -84,7 +84,7 @@ class FlashAttention:
         causal: whether a query attends to its own and earlier positions only.
 
     Attributes:
-        mask_kinds: the kind that the function was built for, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask_kinds: the kind that the function was built for, see :mod:`d9d_core.attention`.
     """
 
     def __init__(self, attend: Attend, window: int | None, *, of_one: bool = False, causal: bool = True) -> None:

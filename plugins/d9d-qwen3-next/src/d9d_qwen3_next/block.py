@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from d9d_core.attention import Documents
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.decoder.block import DecoderBlock, grouped_query_attention, swiglu
 from d9d_nn.delta.gated_delta_net import GatedDeltaNet
 from d9d_nn.linear import Linear
-from d9d_nn.ops.attention.mask_kinds import Documents
 from d9d_nn.ops.attention.slot import AttentionSlot
 from d9d_nn.rms_norm import OffsetRMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation

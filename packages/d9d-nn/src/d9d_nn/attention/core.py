@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from d9d_core.attention import Documents, MaskKind
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from d9d_nn.attention.masks import AttentionMasks
-from d9d_nn.ops.attention.mask_kinds import Documents, MaskKind
 from d9d_nn.ops.attention.slot import AttentionSlot
 
 
@@ -32,7 +32,7 @@ class AttentionCore(nn.Module):
         softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for no cap.
         sinks: whether each call passes sinks, see the same function.
         mask: kind of the mask: ``causal``, ``bidirectional`` or ``blocks``, see
-            :mod:`d9d_nn.ops.attention.mask_kinds`.
+            :mod:`d9d_core.attention`.
 
     Raises:
         BuildError: there is a soft cap and there are sinks; or values are larger than keys.

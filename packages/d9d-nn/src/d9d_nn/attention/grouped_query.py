@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from d9d_core.attention import Documents, MaskKind
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_core.traits import TensorStyle
@@ -17,7 +18,6 @@ from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.attention.sinks import AttentionSinks
 from d9d_nn.linear import Linear, is_plain
-from d9d_nn.ops.attention.mask_kinds import Documents, MaskKind
 from d9d_nn.ops.attention_inputs import attention_inputs_slot
 from d9d_nn.ops.normed_rope import normed_rope_slot
 from d9d_nn.ops.rope import rope
@@ -49,7 +49,7 @@ class GroupedQueryAttention(nn.Module):
         output_gate: whether the output of each head is multiplied by the sigmoid of a gate, feature by feature (Qiu et
             al. 2025, "Gated Attention for Large Language Models", section 2.2). The query projection then has 2 D rows
             for each head: D of the query, then D of the gate.
-        mask: kind of the mask, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask: kind of the mask, see :mod:`d9d_core.attention`.
         core: attention core to use, such as one of a subclass; it must have the same numbers of heads and features.
             ``None`` for an :class:`~d9d_nn.attention.core.AttentionCore` with the given window, cap, sinks and mask.
 

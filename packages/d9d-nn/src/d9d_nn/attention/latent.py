@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
+from d9d_core.attention import Documents, MaskKind
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
 from d9d_core.traits import TensorStyle
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.linear import Linear
-from d9d_nn.ops.attention.mask_kinds import Documents, MaskKind
 from d9d_nn.ops.rope import rope
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation
@@ -136,7 +136,7 @@ class MultiHeadLatentAttention(nn.Module):
         score_factor: factor of the scores in addition to 1 / sqrt(D), such as the square of YaRN's ``mscale``.
         biases: names of layers that have biases: ``down`` of the queries, ``kv_down`` and ``o_proj``.
         window: number of positions that a token attends to, including its own; ``None`` for all.
-        mask: kind of the mask, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask: kind of the mask, see :mod:`d9d_core.attention`.
     """
 
     def __init__(

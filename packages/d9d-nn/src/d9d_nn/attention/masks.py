@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from d9d_core.attention import Documents
 from torch import Tensor
 
-from d9d_nn.ops.attention.mask_kinds import Documents
 from d9d_nn.ops.attention.slot import AttentionSlot, MaskKey
 
 

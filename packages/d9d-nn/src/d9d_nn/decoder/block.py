@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from d9d_core.attention import Documents
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
@@ -16,7 +17,6 @@ from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.geglu import GeGLU
-from d9d_nn.ops.attention.mask_kinds import Documents
 from d9d_nn.ops.attention.slot import AttentionSlot
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from d9d_core.attention import DocumentBlocks, Documents
 from d9d_core.errors import BuildError
 from d9d_core.model import ContextShare, Stage
 from d9d_core.traits import TensorStyle
@@ -23,7 +24,6 @@ from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embeddin
 from d9d_nn.heads.config import head_reads
 from d9d_nn.heads.heads import Heads
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
-from d9d_nn.ops.attention.mask_kinds import DocumentBlocks, Documents
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import LayerRotations
 

@@ -8,7 +8,7 @@ leave work queued on the device and must not synchronise; :class:`ReferenceBlock
   ``None``; ``window`` is the number of positions that a query attends to, or ``None``. A part is a slice of the
   queries, a slice of the keys, and the backend's data for it. No query may attend to a key outside of the parts. For
   a kind of mask other than causal, which a backend's attribute ``mask_kinds`` must name, ``prepare`` also gets the
-  keyword ``mask``, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+  keyword ``mask``, see :mod:`d9d_core.attention`.
 - ``(query, key, value, mask) -> (out, total)`` computes a part, see :func:`attend`.
 - ``backward(grad, query, key, value, out, total, mask) -> gradients`` is its backward, given the output and the
   log-sum-exps of the whole attention, see :func:`attend_backward`.
@@ -23,11 +23,14 @@ head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from d9d_nn.ops.attention.mask_kinds import MASK_KINDS, Documents, MaskKind, documents_and_blocks
+from d9d_core.attention import MASK_KINDS, Documents, MaskKind, documents_and_blocks, function_refusal
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
 from torch import Tensor
 
 #: Largest number of scores that exist at a time.
@@ -84,11 +87,29 @@ class Block:
         return seen if seen is None or seen.dim() == 3 else seen[None]
 
 
+class BlockSlot(OpSlot):
+    """Slot of the op ``attention_block``, which refuses backends that do not compute its kind of mask."""
+
+    def refusal(self, function: Callable[..., Any]) -> str | None:
+        """Reason why a function cannot compute the mask of this slot; ``None`` if it can."""
+        return function_refusal(self.static, function)
+
+    def bind(self, backend: str, function: Callable[..., Any]) -> None:
+        """Replace the bound function.
+
+        Raises:
+            BuildError: the function does not compute the kind of mask.
+        """
+        if (refusal := self.refusal(function)) is not None:
+            raise BuildError(f"kernels.{self.op}: '{backend}' {refusal}; choose flex, or leave the choice to d9d")
+        super().bind(backend, function)
+
+
 class ReferenceBlocks:
     """Reference backend in plain PyTorch: one block for each pair of a run of queries and a run of keys.
 
     Attributes:
-        mask_kinds: see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask_kinds: see :mod:`d9d_core.attention`.
     """
 
     mask_kinds = MASK_KINDS

@@ -16,34 +16,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.errors import BuildError
+from d9d_core.attention import MASK_KINDS, Documents, MaskKind
 from d9d_core.kernel import OpSlot
 from d9d_engine.distributed.positions import ZigzagPositions
-from d9d_nn.ops.attention.mask_kinds import MASK_KINDS, Documents, MaskKind, function_refusal
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from d9d_parallel.context_parallel.blocks import ReferenceBlocks, merge_into
+from d9d_parallel.context_parallel.blocks import BlockSlot, ReferenceBlocks, merge_into
 from d9d_parallel.ranks import Ranks
-
-
-class BlockSlot(OpSlot):
-    """Slot of the op ``attention_block``, which refuses backends that do not compute its kind of mask."""
-
-    def refusal(self, function: Callable[..., Any]) -> str | None:
-        """Reason why a function cannot compute the mask of this slot; ``None`` if it can."""
-        return function_refusal(self.static, function)
-
-    def bind(self, backend: str, function: Callable[..., Any]) -> None:
-        """Replace the bound function.
-
-        Raises:
-            BuildError: the function does not compute the kind of mask.
-        """
-        if (refusal := self.refusal(function)) is not None:
-            raise BuildError(f"kernels.{self.op}: '{backend}' {refusal}; choose flex, or leave the choice to d9d")
-        super().bind(backend, function)
 
 
 class RingAttention:
@@ -53,7 +34,7 @@ class RingAttention:
         ranks: ranks of the ring, in order.
 
     Attributes:
-        mask_kinds: see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask_kinds: see :mod:`d9d_core.attention`.
     """
 
     mask_kinds = MASK_KINDS

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from d9d_core.attention import MASK_KINDS, Documents, MaskKind, mask_kind
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 
 from d9d_nn.ops.attention import block_sdpa, flex, partial
 from d9d_nn.ops.attention.block_mask import positions_block_mask
 from d9d_nn.ops.attention.flex import compilable, compiled_alone
-from d9d_nn.ops.attention.mask_kinds import MASK_KINDS, Documents, MaskKind, mask_kind
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -77,7 +77,7 @@ class FlexBlocks:
         shares: :func:`shares_of`, possibly compiled.
 
     Attributes:
-        mask_kinds: see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask_kinds: see :mod:`d9d_core.attention`.
     """
 
     mask_kinds = MASK_KINDS

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from d9d_core.attention import Documents, MaskKind, documents_and_blocks
 from torch import Tensor
-
-from d9d_nn.ops.attention.mask_kinds import Documents, MaskKind, documents_and_blocks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

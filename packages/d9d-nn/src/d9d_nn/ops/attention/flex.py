@@ -13,13 +13,13 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from d9d_core.attention import MASK_KINDS, Documents, MaskKind, mask_kind, mask_refusal
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.ops.attention import sdpa
 from d9d_nn.ops.attention.block_mask import block_mask, queries_block_mask
-from d9d_nn.ops.attention.mask_kinds import MASK_KINDS, Documents, MaskKind, mask_kind, mask_refusal
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -114,7 +114,7 @@ class Flex:
 
     Attributes:
         takes_any_values: true, see :class:`d9d_nn.ops.attention.slot.AttentionSlot`.
-        mask_kinds: the kind that the function was built for, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask_kinds: the kind that the function was built for, see :mod:`d9d_core.attention`.
     """
 
     takes_any_values = True

@@ -4,7 +4,7 @@ Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D 
 value head.
 
 The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``, ``mask`` if
-the attention is not causal (:mod:`d9d_nn.ops.attention.mask_kinds`), and ``value_dim`` if V is not D; a backend refuses
+the attention is not causal (:mod:`d9d_core.attention`), and ``value_dim`` if V is not D; a backend refuses
 kinds of masks and windows that it cannot compute. With a soft cap of the scores, the op is
 called ``capped_attention``, and with sinks ``sink_attention``, so that no backend can ignore them. A backend is a
 function ``(query, key, value, mask)``, for ``sink_attention`` ``(query, key, value, mask, sinks)``, where ``mask`` is
@@ -17,9 +17,8 @@ from __future__ import annotations
 import math
 
 import torch
+from d9d_core.attention import Documents, MaskKind, documents_and_blocks
 from torch import Tensor
-
-from d9d_nn.ops.attention.mask_kinds import Documents, MaskKind, documents_and_blocks
 
 
 def visible(
@@ -41,7 +40,7 @@ def visible(
         window: number of positions that a query sees, including its own, in each direction that it sees; ``None`` for
             all. A window hides no position of a query's own block.
         queries: int64 [Q], positions of the queries; ``None`` for all.
-        mask: kind of the mask, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask: kind of the mask, see :mod:`d9d_core.attention`.
 
     Returns:
         bool [Q, S], or [B, Q, S] with documents or blocks; ``[..., query, key]``. A query sees itself.
@@ -94,7 +93,7 @@ def attention(
             keys.
         softcap: each score x becomes ``softcap * tanh(x / softcap)`` before the softmax (Gemma team 2024, "Gemma 2",
             section 2); ``None`` leaves scores as they are.
-        mask: kind of the mask, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask: kind of the mask, see :mod:`d9d_core.attention`.
 
     Returns:
         [B, S, N, V] in the dtype of ``value``.

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from d9d_core.attention import MASK_KINDS, Documents, MaskKind, mask_kind, mask_refusal
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.ops.attention import partial
-from d9d_nn.ops.attention.mask_kinds import MASK_KINDS, Documents, MaskKind, mask_kind, mask_refusal
 from d9d_nn.ops.attention.queries import QueryRectangles
 from d9d_nn.ops.attention.reference import visible
 
@@ -95,7 +95,7 @@ class Sdpa:
         mask: kind of the mask.
 
     Attributes:
-        mask_kinds: the kind that the function was built for, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask_kinds: the kind that the function was built for, see :mod:`d9d_core.attention`.
     """
 
     def __init__(

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from d9d_core.attention import Documents
 from d9d_core.errors import JobError
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from d9d_nn.ops.attention.mask_kinds import Documents
 from d9d_nn.ops.attention.queries import QueryRectangles
 from d9d_nn.ops.attention.sdpa import Sdpa, of_one
 

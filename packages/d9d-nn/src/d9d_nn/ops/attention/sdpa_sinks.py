@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from d9d_core.attention import Documents, MaskKind
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.ops.attention import sdpa
-from d9d_nn.ops.attention.mask_kinds import Documents, MaskKind
 from d9d_nn.ops.attention.reference import visible
 
 
@@ -47,7 +47,7 @@ class SinkSdpa:
         mask: kind of the mask.
 
     Attributes:
-        mask_kinds: the kind that the function was built for, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask_kinds: the kind that the function was built for, see :mod:`d9d_core.attention`.
     """
 
     def __init__(self, window: int | None, *, of_one: bool = False, mask: MaskKind = "causal") -> None:

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from d9d_core.attention import Documents, MaskKind, function_refusal, mask_facts
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
 from torch import Tensor
 
-from d9d_nn.ops.attention.mask_kinds import Documents, MaskKind, function_refusal, mask_facts
 from d9d_nn.ops.attention.reference import attention
 
 #: Backend, window and kind of a mask.
@@ -32,7 +32,7 @@ class AttentionSlot(OpSlot):
     ``own_queries`` is true, so that backends without ``prepare_queries`` can refuse. A function with a true attribute
     ``takes_any_values`` computes values of another size than keys; other functions get padded values. A function
     computes causal masks alone, unless its attribute ``mask_kinds`` names others; ``documents`` of kind ``blocks`` are
-    :class:`~d9d_nn.ops.attention.mask_kinds.DocumentBlocks` if the microbatch has blocks.
+    :class:`~d9d_core.attention.DocumentBlocks` if the microbatch has blocks.
 
     Args:
         query_heads: N.
@@ -42,7 +42,7 @@ class AttentionSlot(OpSlot):
         window: number of positions that a query sees, including its own; ``None`` for all.
         softcap: soft cap of the scores; ``None`` for no cap.
         sinks: whether calls have sinks.
-        mask: kind of the mask, see :mod:`d9d_nn.ops.attention.mask_kinds`.
+        mask: kind of the mask, see :mod:`d9d_core.attention`.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ _RANKS = 2
 
 def block_slot(static: Mapping[str, Any]) -> OpSlot:
     """Op slot of ``attention_block`` in a ring, bound to the op's reference."""
-    slot: OpSlot = Ref("d9d_parallel.context_parallel.ring:BlockSlot").load()(
+    slot: OpSlot = Ref("d9d_parallel.context_parallel.blocks:BlockSlot").load()(
         "attention_block", Ref("d9d_parallel.context_parallel.blocks:ReferenceBlocks").load()(), **static
     )
     return slot

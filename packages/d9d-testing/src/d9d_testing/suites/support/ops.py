@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import torch
+from d9d_core.attention import DocumentBlocks
 from d9d_core.kernel import OpSlot
 from d9d_core.plugin import Ref
 from torch import Tensor, nn
@@ -132,7 +133,7 @@ def _documents(call: Call) -> Any:
     documents, blocks = call.inputs.get("documents"), call.inputs.get("blocks")
     if blocks is None:
         return documents
-    return Ref("d9d_nn.ops.attention.mask_kinds:DocumentBlocks").load()(documents, blocks)
+    return DocumentBlocks(documents, blocks)
 
 
 def _rms_norms() -> Sequence[Call]:

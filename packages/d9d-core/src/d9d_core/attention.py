@@ -1,5 +1,20 @@
 """Kinds of attention masks: which other positions of its document a query sees.
 
+Start here: :data:`MaskKind`. A backend of attention asks for the kind in its rule, and names it in its function::
+
+    from d9d_core.attention import mask_refusal
+    from d9d_core.kernel import Decision
+
+    def supports(signature):
+        refusal = mask_refusal(signature.static, "causal", "bidirectional")
+        return Decision(refusal is None, refusal or "fused", priority=10)
+
+    class Function:
+        def __init__(self, signature):
+            self.mask_kinds = (signature.static.get("mask", "causal"),)
+
+The kinds:
+
 - ``causal``: its own and earlier positions.
 - ``bidirectional``: all positions, as in encoders (Devlin et al. 2019, "BERT", section 3).
 - ``blocks``: earlier positions, and all positions of its own block: of an image, or of a prefix (Raffel et al. 2020,
@@ -16,9 +31,15 @@ Shapes: B samples, S positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "MASK_KINDS", "DocumentBlocks", "Documents", "MaskKind", "documents_and_blocks", "function_refusal", "mask_facts",
+    "mask_kind", "mask_refusal",
+]  # fmt: skip
 
 #: Kind of an attention mask.
 MaskKind: TypeAlias = Literal["causal", "bidirectional", "blocks"]
@@ -29,7 +50,7 @@ MASK_KINDS: tuple[MaskKind, ...] = ("causal", "bidirectional", "blocks")
 class DocumentBlocks:
     """Documents together with the blocks inside them, passed in place of documents to attention of kind ``blocks``.
 
-    This class is neither a tuple nor a dataclass, for the reason of :class:`d9d_nn.attention.masks.AttentionMasks`.
+    This class is neither a tuple nor a dataclass, because FSDP's mixed precision would rebuild these for every layer.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.
@@ -45,7 +66,7 @@ class DocumentBlocks:
 
 
 #: Documents int64 [B, S], with blocks or without; ``None`` if a sample is one document.
-Documents: TypeAlias = Tensor | DocumentBlocks | None
+Documents: TypeAlias = "Tensor | DocumentBlocks | None"
 
 
 def documents_and_blocks(given: Documents) -> tuple[Tensor | None, Tensor | None]:
