@@ -180,6 +180,8 @@ def test_files_of_transformers_4_are_read() -> None:
     [
         (published(2, use_bidirectional_attention=True), "use_bidirectional_attention is True"),
         (published(3, use_bidirectional_attention=True), "the causal_lm head 'causal_lm' sees the tokens"),
+        (published(3, is_causal=False), "is_causal is False"),
+        (published(2, is_causal=False, architectures=["Gemma2Model"]), "within a sliding window is not supported"),
         (published(3, attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0"),
         (published(2, hidden_activation="gelu"), "hidden_activation is 'gelu'"),
         (published(2, rope_local_base_freq=1e4), "rope_local_base_freq is 10000.0"),

@@ -134,8 +134,13 @@ def test_files_cannot_express_bidirectional_windows_and_keep_other_masks() -> No
     form = hugging_face.MistralHuggingFace()
     heads = {"tags": {"kind": "token_classification", "num_classes": 3}}
     both = config_of("Mistral", heads=heads, tie_embeddings=False, attention_mask="bidirectional", sliding_window=4)
-    with pytest.raises(CheckpointError, match="cannot express bidirectional attention within a sliding window"):
+    refused = "bidirectional attention within a sliding window is not supported for this model"
+    with pytest.raises(CheckpointError, match=refused):
         form.config_json(both, "float32")
+    published = form.config_json(both.model_copy(update={"attention_mask": "causal"}), "float32")
+    assert form.config_from_json(published).attention_mask == "causal"
+    with pytest.raises(CheckpointError, match=refused):  # transformers sees one more position to each side
+        form.config_from_json(published | {"is_causal": False})
     for mask in ("prefix", "blocks"):
         made = config_of("Mistral", attention_mask=mask)
         assert form.config_from_json(form.config_json(made, "float32")) == made

@@ -24,9 +24,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {name: (value,) for name, value in _GELU.ite
 _ONLY |= {"cache_implementation": ("hybrid",), "sliding_window_size": (4096,)}
 _BIDIRECTIONAL = "use_bidirectional_attention"
 _SECOND = Family("gemma2", "Gemma2", _LAYER, _READ | {"attn_logit_softcapping"}, _ONLY | {_BIDIRECTIONAL: (False,)})
-_THIRD = Family(
-    "gemma3_text", "Gemma3Text", _LAYER | HEAD_NORMS, _READ | _LOCAL | {_BIDIRECTIONAL}, _ONLY, "Gemma3ForCausalLM"
-)
+_THIRD_READ = _READ - {"is_causal"} | _LOCAL | {_BIDIRECTIONAL}
+_THIRD_ONLY = _ONLY | {"is_causal": (True,)}  # it states another window than use_bidirectional_attention
+_THIRD = Family("gemma3_text", "Gemma3Text", _LAYER | HEAD_NORMS, _THIRD_READ, _THIRD_ONLY, "Gemma3ForCausalLM")
 #: Defaults in transformers; only Gemma 2 has caps by default.
 _ABSENT = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}

@@ -130,14 +130,15 @@ def direction_json(config: DecoderConfig) -> dict[str, Any]:
     """Field by which transformers 5 computes bidirectional attention; empty for other attention.
 
     Raises:
-        CheckpointError: a layer has a window too, whose size transformers understands differently by its kernels.
+        CheckpointError: a layer has a window too, whose positions transformers counts differently.
     """
     if config.attention_mask != "bidirectional":
         return {}
     if any(config.window(layer) is not None for layer in range(config.num_layers)):
         raise CheckpointError(
-            "config.json cannot express bidirectional attention within a sliding window for this model; train without "
-            "sliding_window, or keep the checkpoint in d9d's format"
+            "config.json: bidirectional attention within a sliding window is not supported for this model, because "
+            "transformers counts the positions of such a window differently; use a model without sliding_window, or "
+            "keep the checkpoint in d9d's format"
         )
     return {"is_causal": False}
 

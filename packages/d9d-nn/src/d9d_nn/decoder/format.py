@@ -106,7 +106,7 @@ class DecoderFormat(ABC, Generic[C]):
                 f"config.json: a value has a wrong type for a {name} model: {error}; correct it"
             ) from error
         try:
-            return self.config.model_validate(values, context=STORED)
+            config = self.config.model_validate(values, context=STORED)
         except ValidationError as error:
             problems = (
                 f"{'.'.join(map(str, line['loc']))}: {line['msg'].removeprefix('Value error, ')}"
@@ -115,6 +115,8 @@ class DecoderFormat(ABC, Generic[C]):
             raise CheckpointError(
                 f"config.json: values are invalid for a {name} model: {'; '.join(problems)}"
             ) from error
+        self.direction_json(config)  # raises for a window that transformers understands differently
+        return config
 
     def layers(self, config: C, stored: C) -> list[Mapper]:  # noqa: ARG002 - some families compare the two
         """Mappers of the layers' tensors, from files of a model with config ``stored`` to a model with ``config``."""
