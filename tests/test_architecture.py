@@ -31,7 +31,19 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "d9d_core": (
         {"deprecation", "errors", "interpreter", "trees", "types", "untrusted", "words"},
-        {"config", "containment", "deferral", "elastic", "health", "kernel", "metric", "peft", "schedule", "tensors"},
+        {
+            "attention",
+            "config",
+            "containment",
+            "deferral",
+            "elastic",
+            "health",
+            "kernel",
+            "metric",
+            "peft",
+            "schedule",
+            "tensors",
+        },
         {
             "accumulators",
             "cost",

@@ -170,3 +170,33 @@ def test_a_forward_on_packed_data_is_refused_where_kernels_expect_samples_of_one
     job.build(lambda _: None, observers=[Forwards()]).train()
     assert bool(errors) is refused
     assert all("mark padding after a sample by 'lengths'" in error for error in errors)
+
+
+@pytest.mark.thorough
+def test_rules_choose_the_backend_of_each_layer(explained: Any) -> None:
+    rules = [{"backend": "reference", "match": ["layers.0"]}]
+    lines = explained(TEXT, device="cpu", model={**MODEL, "num_layers": 3}, kernels={"attention": rules})
+    assert [line for line in lines if line.startswith("attention: ")] == [
+        "attention: reference, asked for by kernels.attention[0], at layers.0.attention.core.attention",
+        "attention: sdpa (d9d-nn 0.1.0) at layers.1.attention.core.attention, layers.2.attention.core.attention",
+    ]
+
+
+@pytest.mark.thorough
+def test_a_layer_that_two_rules_match_is_refused(small_job: Write, d9d: D9d) -> None:
+    rules = [{"backend": "reference", "match": ["layers.0"]}, {"backend": "sdpa", "match": ["layers.*.core"]}]
+    status, _, err = d9d("explain", str(small_job(kernels={"attention": rules})))
+    assert status != 0
+    assert "kernels.attention[0] (reference) and kernels.attention[1] (sdpa) both match layers.0.attention.core" in err
+
+
+@pytest.mark.thorough
+def test_prefixes_and_encoders_get_a_backend_that_computes_them(explained: Any) -> None:
+    chosen, _, sdpa = explained(TEXT, model={**MODEL, "attention_mask": "prefix"})
+    assert chosen.startswith("attention: flex (d9d-nn")
+    assert "accepts, priority 10: fused, torch chooses the kernel; blocks need a mask of S x S per sample" in sdpa
+    lines = explained(TEXT, model={**MODEL, "attention_mask": "prefix"}, mesh={"cp": 2}, ranks=2, parallel=[
+        {"name": "context_parallel", "method": "ring"}
+    ])  # fmt: skip
+    assert any(line.startswith("attention_block: flex") for line in lines)
+    assert any(line.startswith("sdpa refuses: computes causal attention only") for line in lines)

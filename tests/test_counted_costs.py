@@ -65,6 +65,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "two layers": {"peft": {"name": "full_tune", "match": ["layers.1.*", "layers.2.*"]}},
     "classes": {"model": {**DENSE, **CLASSES}, "task": "classification"},
     "tags": {"model": {**DENSE, **TAGS}, "task": "token_classification"},
+    "encoder": {"model": {**DENSE, **TAGS, "attention_mask": "bidirectional"}, "task": "token_classification"},
 }
 
 
@@ -108,7 +109,7 @@ def test_a_plan_counts_what_a_step_allocates_and_computes(tmp_path: Path, name: 
     if name == "muon":  # its products are no part of the model's
         return
     # The reference of attention computes all keys; printed are those that a token sees.
-    layers = 1 if name == "recurrent" else SIZES["num_layers"]
+    layers = {"recurrent": 1, "encoder": 0}.get(name, SIZES["num_layers"])
     features = (24 + 12) / 2 if job.model.name == "deepseek_v3" else SIZES["head_dim"]  # mean of keys and values
     hidden_keys = 12 * layers * SIZES["num_attention_heads"] * features * LENGTH / 2
     counted = counter.get_total_flops() / sum(microbatch["tokens"].numel() for microbatch in pack)

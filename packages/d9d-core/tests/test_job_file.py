@@ -9,7 +9,7 @@ import d9d_testing.toy.plugin as toy
 import pytest
 import yaml
 from d9d_core.config import PluginConfig, Section
-from d9d_core.errors import CheckpointError, JobError, PluginError
+from d9d_core.errors import CheckpointError, D9dError, JobError, PluginError
 from d9d_core.job import JobFile as Job
 from d9d_core.job_file import pretrained
 from d9d_core.job_file.document import Document
@@ -320,6 +320,21 @@ def test_an_unknown_kernel_is_refused_before_anything_is_built(tmp_path: Path) -
     job = load(tmp_path, MINIMAL + "kernels: {attention: spda}\n")
     with pytest.raises(PluginError, match=r":6: kernels.attention: unknown kernel 'attention.spda'"):
         job.use(Registry.of(toy)).check()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "text"),
+    [
+        ("[{backend: spda, match: [layers.0]}]", "kernels.attention: unknown kernel 'attention.spda'"),
+        ("[]", "kernels.attention: list should have at least 1 item"),
+        ("[{backend: sdpa}]", r"kernels.attention\[0\].match: missing; add 'match:' under 'kernels.attention\[0\]'"),
+        ("[{backend: sdpa, match: layers.0}]", r"kernels.attention\[0\].match: .* write .*\[0\].match: \[layers.0\]"),
+        ("3", "kernels.attention: input should be a valid list, got 3"),
+    ],
+)
+def test_rules_of_kernels_are_refused_where_they_are_wrong(tmp_path: Path, kernels: str, text: str) -> None:
+    with pytest.raises(D9dError, match=text):
+        load(tmp_path, MINIMAL + f"kernels: {{attention: {kernels}}}\n").use(Registry.of(toy)).check()
 
 
 def test_scientific_notation_is_a_number(tmp_path: Path) -> None:

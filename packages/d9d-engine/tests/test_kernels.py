@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import BuildError, PluginError
+from d9d_core.job_file.sections.kernels import KernelRule
 from d9d_core.kernel import Decision, OpSignature, OpSlot
 from d9d_core.plugin import KernelSpec, Ref, StrategySpec, hookimpl
 from d9d_core.registry.capabilities import Chosen, Circumstances, Judge
@@ -260,6 +261,91 @@ def test_an_op_leaves_its_parts_to_a_job_that_asks_for_a_backend_of_one(
     if requests and taken == "reference":
         assert choice.considered["wide"].priority == 0
         assert "the job asks for kernels.product, an op that this one contains" in choice.considered["wide"].reason
+
+
+# --- rules for some modules
+
+
+def ruled(registry: Registry, stage: nn.Module, *rules: tuple[str, str | list[str]], op: str = "square") -> Any:
+    made = [
+        KernelRule.model_validate({"backend": backend, "match": [match] if isinstance(match, str) else match})
+        for backend, match in rules
+    ]
+    return bind_kernels(stage.named_modules(), registry, {op: made}, "cpu", "float32", lambda _: ())
+
+
+def layers(*widths: int) -> nn.Module:
+    """Modules ``layers.<index>.mixer``."""
+    stages = {str(index): nn.ModuleDict({"mixer": Square(width)}) for index, width in enumerate(widths)}
+    return nn.ModuleDict({"layers": nn.ModuleDict(stages)})
+
+
+def test_rules_choose_a_backend_in_the_modules_that_they_match(registry: Registry) -> None:
+    stage = layers(16, 16, 16, 16)
+    choices = ruled(registry, stage, ("plain", "layers.0"), ("reference", ["layers.[23].*"]))
+    found = {site: (choice.backend, choice.requested, choice.rule) for choice in choices for site in choice.sites}
+    assert found == {
+        "layers.0.mixer.op": ("plain", True, 0),
+        "layers.1.mixer.op": ("wide", False, None),  # chosen by itself
+        "layers.2.mixer.op": ("reference", True, 1),
+        "layers.3.mixer.op": ("reference", True, 1),
+    }
+    bound = [module.op.backend for module in stage.modules() if isinstance(module, Square)]
+    assert bound == ["plain", "wide", "reference", "reference"]
+    assert "asked for by kernels.square[1], at layers.2.mixer.op, layers.3.mixer.op" in explained(choices[-1])
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        (
+            [("plain", ["layers.0", "layers.7.*"])],
+            r"kernels.square\[0\].match: the pattern 'layers.7.\*' matches no module with this op; .* layers.1.mixer",
+        ),
+        (
+            [("plain", "layers.*"), ("reference", "*.1.mixer")],
+            r"kernels.square\[0\] \(plain\) and kernels.square\[1\] \(reference\) both match layers.1.mixer; change",
+        ),
+        (
+            [("plain", "layers.1"), ("wide", "layers.0")],
+            r"kernels.square\[1\]: 'wide' \(acme\) cannot run here: needs",
+        ),
+    ],
+)
+def test_rules_without_effect_or_in_conflict_are_refused(
+    registry: Registry, rules: list[tuple[str, str]], text: str
+) -> None:
+    with pytest.raises(BuildError, match=text):
+        ruled(registry, layers(4, 4), *rules)
+
+
+def test_rules_of_an_op_leave_it_to_the_ops_that_contain_it_in_other_modules(registry: Registry) -> None:
+    stage = nn.ModuleDict({"first": Fused(8), "second": Fused(8)})
+    choices = ruled(registry, stage, ("reference", "second"), op="product")
+    assert [(choice.backend, choice.sites) for choice in choices] == [
+        ("wide", ("first.op",)),
+        ("reference", ("second.op",)),
+    ]
+
+
+def test_rules_for_an_op_that_is_not_called_are_left_to_its_caller(registry: Registry) -> None:
+    assert ruled(registry, nn.Linear(2, 2), ("plain", "layers.0")) == []
+
+
+def test_slots_of_other_stages_keep_what_they_refuse() -> None:
+    class Replaced(Square):
+        other: OpSlot | None = None
+
+        def op_slots(self) -> dict[str, OpSlot]:
+            return super().op_slots() if self.other is None else {"other": self.other}
+
+    stage = nn.Sequential(Replaced(4), Replaced(8))
+    kinds = {name: type(module) for name, module in stage.named_modules()}
+    before = slot_facts(stage)
+    stage[0].other = Particular("cube", torch.square, width=4)
+    found: dict[str, Any] = dict(holders_alike(stage, before, kinds, {"", "0"}))
+    (slot,) = found["1"].op_slots().values()
+    assert slot.refusal(torch.square) == "says nothing"
 
 
 def test_a_backend_asked_for_by_name_that_cannot_run_is_an_error(registry: Registry) -> None:

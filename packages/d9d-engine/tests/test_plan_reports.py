@@ -118,6 +118,7 @@ def test_a_kernel_is_printed_with_the_answer_of_every_backend(capsys: pytest.Cap
         backend="fast",
         supplied_by="d9d-triton",
         requested=True,
+        rule=None,
         compiled=True,
         sites=("a", "", "c", "d", "e", "f"),
         considered={
@@ -136,7 +137,14 @@ def test_a_kernel_is_printed_with_the_answer_of_every_backend(capsys: pytest.Cap
         "    other refuses: no GPU",
     ]
     plain: Any = SimpleNamespace(
-        op="rope", backend="x", supplied_by=None, requested=False, compiled=False, sites=tuple("abcd"), considered={}
+        op="rope",
+        backend="x",
+        supplied_by=None,
+        requested=False,
+        rule=None,
+        compiled=False,
+        sites=tuple("abcd"),
+        considered={},
     )
     print_kernel(console_for(), plain)
     assert capsys.readouterr().out == "  rope: x at a, b, c, d\n"

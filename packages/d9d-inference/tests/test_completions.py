@@ -235,6 +235,20 @@ def test_only_models_of_text_generate(names: list[str], fine: bool) -> None:
         _check_writes(Path("d"), config)
 
 
+@pytest.mark.parametrize(
+    ("fields", "mask"),
+    [({"d9d": {"attention_mask": "prefix"}}, "prefix"), ({"is_causal": False}, "bidirectional"), ({"d9d": {}}, None)],
+)
+def test_models_with_other_than_causal_attention_generate_nothing(fields: dict[str, Any], mask: str | None) -> None:
+    """The library would compute causal attention."""
+    config = SimpleNamespace(architectures=["AForCausalLM"], **fields)
+    if mask is None:
+        _check_writes(Path("d"), config)
+        return
+    with pytest.raises(CheckpointError, match=rf"attention is not causal \({mask}\), but generation computes causal"):
+        _check_writes(Path("d"), config)
+
+
 def test_files_that_a_library_would_read_are_bounded(tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").write_text("x")
     (tmp_path / "additional_chat_templates").mkdir()

@@ -201,6 +201,15 @@ def test_inference_has_no_samples_and_a_failure_closes_the_file(
     assert run.samples._file is None
 
 
+def test_models_with_other_than_causal_attention_have_no_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = Run(monkeypatch, tmp_path, prompts=["1"])
+    run.model.attention_mask = "prefix"
+    with pytest.raises(JobError, match="continues texts with causal attention, but model.attention_mask is prefix"):
+        run.begin()
+
+
 def test_long_texts_are_printed_up_to_sixty_characters() -> None:
     assert module._short("x" * 58) == repr("x" * 58)
     assert module._short("x" * 59) == "'" + "x" * 56 + "..."

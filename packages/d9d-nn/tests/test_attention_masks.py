@@ -127,8 +127,8 @@ def test_every_backend_computes_the_same_loss() -> None:
 
 def test_layers_with_one_backend_and_window_share_a_mask() -> None:
     masks = Tower(WINDOWS["mixed"], "sdpa").masks(DOCUMENTS, 14)
-    assert set(masks.prepared) == {("sdpa", None), ("sdpa", 3)}
-    assert masks.prepared["sdpa", 3].sum() < masks.prepared["sdpa", None].sum()
+    assert set(masks.prepared) == {("sdpa", None, "causal"), ("sdpa", 3, "causal")}
+    assert masks.prepared["sdpa", 3, "causal"].sum() < masks.prepared["sdpa", None, "causal"].sum()
     assert masks.documents is DOCUMENTS
 
 
@@ -140,7 +140,7 @@ def test_layers_with_other_backends_have_masks_of_their_own() -> None:
         assert_close_values(
             tower(tokens(), POSITIONS, DOCUMENTS), Tower(WINDOWS["full"])(tokens(), POSITIONS, DOCUMENTS)
         )
-    assert set(tower.masks(DOCUMENTS, 14).prepared) == {("sdpa", None), ("flex", None)}
+    assert set(tower.masks(DOCUMENTS, 14).prepared) == {("sdpa", None, "causal"), ("flex", None, "causal")}
 
 
 def test_a_layer_without_a_shared_mask_makes_its_own() -> None:
@@ -154,7 +154,7 @@ def test_a_layer_without_a_shared_mask_makes_its_own() -> None:
 def test_a_backend_that_prepares_nothing_gets_documents() -> None:
     tower = Tower((3,))
     tower.layers[0].core.attention.bind("plain", lambda *args: attention(*args, window=3))
-    assert tower.masks(DOCUMENTS, 14).prepared["plain", 3] is DOCUMENTS
+    assert tower.masks(DOCUMENTS, 14).prepared["plain", 3, "causal"] is DOCUMENTS
     with torch.no_grad():
         assert torch.equal(tower(tokens(), POSITIONS, DOCUMENTS), Tower((3,))(tokens(), POSITIONS, DOCUMENTS))
 

@@ -236,7 +236,7 @@ def test_samples_of_one_document_need_no_mask_for_their_padding() -> None:
         (EFFICIENT.supports, cuda(head_dim=60), "a multiple of 8; here it is 60"),
         (flex.supports, cuda(head_dim=8), "head_dim of 16 or more, here it is 8"),
         (EFFICIENT.supports, cuda(causal=False), "causal attention only"),
-        (flex.supports, cuda(causal=False), "causal attention only"),
+        (flex.supports, cuda(causal=False), "causal, bidirectional and blocks attention only, here it is unknown"),
     ],
 )
 def test_backends_say_why_they_refuse(

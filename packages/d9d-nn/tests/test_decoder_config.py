@@ -66,6 +66,7 @@ def test_a_config_has_the_documented_defaults() -> None:
         "max_positions": 32768,
         "initialization": found["initialization"],
         "heads": {"causal_lm": {"kind": "causal_lm"}},
+        "attention_mask": "causal",
     }
     assert config(added_tokens=100).added_tokens == 100
     assert config(added_tokens={"images": 2, "tools": 1}).added_tokens == {"images": 2, "tools": 1}
@@ -77,6 +78,31 @@ def test_a_config_has_the_documented_defaults() -> None:
     slides = config(sliding_window=5, sliding_from_layer=1)
     assert [slides.window(layer) for layer in range(3)] == [None, 5, 5]
     assert [slides.kind(layer) for layer in range(3)] == [None, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind", "keys"),
+    [("causal", "causal", 8), ("bidirectional", "bidirectional", 16), ("prefix", "blocks", 8), ("blocks", "blocks", 8)],
+)
+def test_costs_count_the_keys_of_each_attention_mask(mask: str, kind: str, keys: float) -> None:
+    encoder = {"topic": {"kind": "classification", "num_classes": 2}}
+    made = config(attention_mask=mask, **({"heads": encoder} if mask == "bidirectional" else {}))
+    assert made.mask_kind() == kind
+    assert made.attended_keys(0, 16) == keys
+    causal = config(heads=made.heads)
+    assert made.mixing_flops(0, 16) == causal.mixing_flops(0, 16) * keys / 8
+    slides = made.model_copy(update={"sliding_window": 4})
+    assert slides.attended_keys(0, 16) == slides.model_copy(update={"attention_mask": "causal"}).attended_keys(
+        0, 16
+    ) * (keys / 8)
+
+
+def test_a_language_model_head_with_bidirectional_attention_is_refused() -> None:
+    """It would see its targets."""
+    with pytest.raises(
+        ValidationError, match="the causal_lm head 'causal_lm' sees the tokens that it predicts; set heads"
+    ):
+        config(attention_mask="bidirectional")
 
 
 @pytest.mark.parametrize(

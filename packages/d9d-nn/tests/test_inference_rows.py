@@ -206,6 +206,8 @@ def test_new_tokens_need_positions_behind_a_whole_sample() -> None:
         task.check(model, {"sequence_length": 8})
     with pytest.raises(JobError, match="^data: a sample holds several rows, and only whole samples can be continued"):
         task.check(model, {"packed": True})
+    with pytest.raises(JobError, match="'generations' continues texts with causal attention, but .* is prefix; use"):
+        task.check(SimpleNamespace(attention_mask="prefix"), {})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from d9d_core.errors import JobError
@@ -11,7 +13,10 @@ from d9d_nn.classification.config import ClassificationConfig, TokenClassificati
 from d9d_nn.classification.task import Classification, TokenClassification
 from d9d_nn.contrastive.config import EmbeddingConfig
 from d9d_nn.contrastive.task import Embedding
-from d9d_nn.microbatch import own_positions
+from d9d_nn.heads.config import CausalLMHeadConfig
+from d9d_nn.inference.config import LogProbsConfig
+from d9d_nn.inference.log_probs import LogProbs
+from d9d_nn.microbatch import own_positions, with_prefixes
 from torch import Tensor
 
 
@@ -104,3 +109,33 @@ def test_a_mask_of_pooled_positions_stays_whole_because_heads_pool_all_positions
     task = Classification(ClassificationConfig())
     assert "pooling_mask" in task.inputs(microbatch(pooling_mask=mask)).shared
     assert "pooling_mask" not in task.inputs(microbatch()).shared
+
+
+def test_a_prefix_ends_with_the_token_before_the_first_target() -> None:
+    targets = torch.tensor([[-100, -100, 5, -100, 5, -100], [-100, 5, -100, -100, -100, 5]])
+    whole = with_prefixes({"tokens": targets, "targets": targets})
+    assert whole["attention_blocks"].tolist() == [[0, 0, 0, -1, -1, -1], [0, 0, -1, -1, -1, -1]]
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 2]])
+    packed = with_prefixes({"tokens": targets, "targets": targets, "documents": documents})
+    assert packed["attention_blocks"].tolist() == [[0, 0, 0, 0, 0, -1], [0, 0, 0, 0, 0, 0]]
+    assert with_prefixes(packed) is packed
+    with pytest.raises(JobError, match="model.attention_mask: prefixes are the tokens before a document's first t"):
+        with_prefixes(microbatch())
+
+
+@pytest.mark.parametrize("task", [CausalLM(CausalLMConfig()), LogProbs(LogProbsConfig())])
+def test_tasks_give_prefixes_to_models_that_need_them(task: CausalLM | LogProbs) -> None:
+    class Model:
+        attention_mask = "prefix"
+        heads: ClassVar = {"causal_lm": CausalLMHeadConfig()}
+
+    targets = torch.tensor([[-100, 5, 5, -100]])
+    given = {"tokens": targets, "targets": targets}
+    Model.attention_mask = "causal"
+    task.check(Model, {})
+    assert "attention_blocks" not in task.inputs(given).shared
+    Model.attention_mask = "prefix"
+    task.check(Model, {})
+    assert task.inputs(given).shared["attention_blocks"].tolist() == [[0, 0, -1, -1]]
+    own = task.split_positions(given, Every(1))  # type: ignore[arg-type]
+    assert task.inputs(own).shared["attention_blocks"].tolist() == [[0, 0, -1, -1]]  # of all positions

@@ -29,6 +29,9 @@ def test_calls_of_attention_know_their_documents_and_facts() -> None:
     assert packed.inputs["documents"].tolist() == [[0, 0, 1, 1, 1, 1, 1]] * 2
     assert packed.static == {"causal": True, "query_heads": 4, "key_value_heads": 1, "head_dim": 8, "window": 5}
     assert packed.name == "query [2, 7, 4, 8], key [2, 7, 1, 8], window 5, several documents"
+    blocks = calls.attention(2, 7, 4, 1, 8, None, False, "blocks")
+    assert (blocks.static["causal"], blocks.static["mask"], blocks.name[-8:]) == (False, "blocks", ", blocks")
+    assert set(blocks.inputs["blocks"].flatten().tolist()) <= {-1, 0, 1}
     one = calls.attention(1, 3, 2, 2, 4, None, False)
     assert ("documents" in one.inputs, packed.documents, one.documents) == (False, True, None)
     assert one.name == "query [1, 3, 2, 4], key [1, 3, 2, 4], window None, one document"
@@ -188,13 +191,18 @@ def test_odd_calls_have_the_sizes_that_kernels_get_wrong() -> None:
     assert queries("attention") == [
         (2, 7, None, False), (2, 7, None, True), (1, 1, None, False), (1, 17, 5, False), (3, 9, 4, True),
         (1, 150, None, False), (2, 140, None, True), (1, 130, 70, True),
+        *2 * [(2, 7, None, False), (2, 9, 3, False), (2, 150, None, True), (2, 140, 70, True)],
     ]  # fmt: skip
     assert queries("attention_block") == [
         (2, 8, None, False), (1, 20, None, False), (2, 28, None, True), (1, 20, 7, False), (3, 12, 4, True),
+        *2 * [(2, 20, None, False), (2, 28, None, True), (3, 20, 4, True)],
     ]  # fmt: skip
     assert listed("attention", "query_heads", "key_value_heads", "head_dim") == [
         (4, 2, 8), (4, 2, 8), (2, 2, 8), (3, 1, 16), (6, 3, 8), (2, 1, 64), (4, 2, 32), (2, 2, 32),
+        *2 * [(4, 2, 8), (4, 2, 16), (2, 1, 32), (2, 2, 32)],
     ]  # fmt: skip
+    kinds = [call.static.get("mask", "causal") for call in KNOWN_OPS["attention"].calls()]
+    assert kinds == ["causal"] * 8 + ["bidirectional"] * 4 + ["blocks"] * 4
     assert listed("attention_inputs", "head_dim") == [(8,), (8,), (20,), (16,), (8,), (8,)]
     assert listed("rope", "head_dim") == [(8,), (8,), (2,), (20,), (16,), (8,), (8,)]
     assert listed("linear_cross_entropy", "features", "vocabulary") == [(16, 33), (8, 64), (24, 1), (16, 130), (8, 16)]

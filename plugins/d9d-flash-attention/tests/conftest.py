@@ -18,6 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
+#: Numbers of positions that a query sees to its left and right; ``None`` for all.
+Sides = tuple[int | None, int | None]
+
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Mapping[int, Any]:
@@ -34,29 +37,30 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Mapping[int, Any]:
     return found
 
 
-def scores(q: Tensor, k: Tensor, left: int | None) -> Tensor:
+def scores(q: Tensor, k: Tensor, sides: Sides) -> Tensor:
     """Of one document, float32 [K, N / K, T, T]; -inf where a query does not see a key."""
     q, k = q.float().unflatten(1, (k.shape[1], -1)), k.float()
     behind = torch.arange(len(q))[:, None] - torch.arange(len(k))
-    seen = behind >= 0 if left is None else (behind >= 0) & (behind <= left)
+    left, right = (len(q) if side is None else side for side in sides)
+    seen = (behind <= left) & (-behind <= right)
     products = torch.einsum("skgd,tkd->kgst", q, k) / math.sqrt(q.shape[-1])
     return products.masked_fill(~seen, -math.inf)
 
 
-def document(q: Tensor, k: Tensor, v: Tensor, left: int | None) -> tuple[Tensor, Tensor]:
-    """Causal attention inside one document: [T, N, D] in float32, and the logarithms of sums [N, T]."""
-    found = scores(q, k, left)
+def document(q: Tensor, k: Tensor, v: Tensor, sides: Sides) -> tuple[Tensor, Tensor]:
+    """Attention inside one document: [T, N, D] in float32, and the logarithms of sums [N, T]."""
+    found = scores(q, k, sides)
     out = torch.einsum("kgst,tkd->skgd", found.softmax(-1), v.float())
     return out.flatten(1, 2), found.logsumexp(-1).flatten(0, 1)
 
 
 def document_gradients(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, sums: Tensor, left: int | None
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, sums: Tensor, sides: Sides
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one document in float32, from the tensors saved by the forward."""
     q, out, grad = (t.float().unflatten(1, (k.shape[1], -1)) for t in (q, out, grad))
     k, v = k.float(), v.float()
-    probabilities = (scores(q.flatten(1, 2), k, left) - sums.unflatten(0, q.shape[1:3])[..., None]).exp()
+    probabilities = (scores(q.flatten(1, 2), k, sides) - sums.unflatten(0, q.shape[1:3])[..., None]).exp()
     of_probabilities = torch.einsum("skgd,tkd->kgst", grad, v)
     inner = (out * grad).sum(-1).permute(1, 2, 0)[..., None]
     of_scores = probabilities * (of_probabilities - inner) / math.sqrt(q.shape[-1])
@@ -67,11 +71,11 @@ def document_gradients(
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, left: int | None) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, sides: Sides) -> tuple[Tensor, Tensor]:
     """Outputs and logarithms of sums, as a library shapes them."""
     check(q, k, v, starts)
     parts = zip(*(divided(t, starts) for t in (q, k, v)), strict=True)
-    outs, sums = zip(*(document(*part, left) for part in parts), strict=True)
+    outs, sums = zip(*(document(*part, sides) for part in parts), strict=True)
     if starts is None:
         return torch.stack(outs).to(q.dtype), torch.stack(sums)
     return torch.cat(outs).to(q.dtype), torch.cat(sums, dim=1)
@@ -107,8 +111,7 @@ class Library2:
     def flash_attn_func(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
     ) -> Any:
-        assert causal
-        return self.returned(*attend(q, k, v, None, left(*window_size)))
+        return self.returned(*attend(q, k, v, None, sides_of(causal, *window_size)))
 
     def flash_attn_varlen_func(
         self,
@@ -122,10 +125,9 @@ class Library2:
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
     ) -> Any:
-        assert causal
         assert cu_seqlens_q is cu_seqlens_k
         assert cu_seqlens_q.diff().max() <= max_seqlen_q == max_seqlen_k
-        return self.returned(*attend(q, k, v, cu_seqlens_q, left(*window_size)))
+        return self.returned(*attend(q, k, v, cu_seqlens_q, sides_of(causal, *window_size)))
 
     def returned(self, out: Tensor, sums: Tensor) -> Any:
         return out
@@ -138,10 +140,12 @@ class Library3(Library2):
         return out, sums
 
 
-def left(to_the_left: int, to_the_right: int) -> int | None:
+def sides_of(causal: bool, to_the_left: int, to_the_right: int) -> Sides:
+    """Positions seen to the left and right; -1 is all positions, and causal attention sees none on the right."""
     assert (to_the_left == -1) == (to_the_right == -1)
-    assert to_the_right in (-1, 0)
-    return None if to_the_left == -1 else to_the_left
+    assert to_the_right in ((-1, 0) if causal else (-1, to_the_left))
+    left, right = (None if side == -1 else side for side in (to_the_left, to_the_right))
+    return left, 0 if causal else right
 
 
 class Library4:
@@ -166,7 +170,7 @@ class Library4:
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
         self.calls.append("forward")
         self.check(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right)
-        out, sums = attend(q, k, v, cu_seqlens_q, window_size_left)
+        out, sums = attend(q, k, v, cu_seqlens_q, (window_size_left, 0 if causal else window_size_right))
         return out, sums if return_lse or q.requires_grad else None, None, None, None
 
     def _flash_attn_bwd(
@@ -196,7 +200,8 @@ class Library4:
         check(q, k, v, cu_seqlens_q)
         rows = [divided(t, cu_seqlens_q) for t in (q, k, v, out, dout)]
         parts = zip(*rows, divided(lse, cu_seqlens_q, dim=-1), strict=True)
-        by_document = [document_gradients(*part, window_size_left) for part in parts]
+        sides = window_size_left, 0 if causal else window_size_right
+        by_document = [document_gradients(*part, sides) for part in parts]
         join = torch.stack if cu_seqlens_q is None else torch.cat
         found = [join(grads) for grads in zip(*by_document, strict=True)]
         for into, gradient, tensor in zip((dq, dk, dv), found, (q, k, v), strict=True):
@@ -216,9 +221,8 @@ class Library4:
         to_the_left: int | None,
         to_the_right: int | None,
     ) -> None:
-        assert causal
         assert starts is starts_k
         assert most == most_k
-        assert to_the_right == (None if to_the_left is None else 0)
+        assert to_the_right == (0 if causal and to_the_left is not None else to_the_left)
         if starts is not None:
             assert starts.diff().max() <= most

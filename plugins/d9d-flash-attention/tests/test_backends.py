@@ -92,6 +92,24 @@ class TestFlashAttention4(OverStandIn):
     target = "attention.flash_attention_4"
 
 
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_bidirectional_attention_reads_documents_even_if_a_sample_is_one(number: int, documents: bool) -> None:
+    """They mark the padding, which causal attention never reaches."""
+    facts = {"causal": False, "mask": "bidirectional"}
+    padded = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0]])
+    function, tensors = build(number, documents, **facts), heads(2, 6)
+    assert function.mask_kinds == ("bidirectional",)
+    starts = function.prepare(padded, 6, padded.device)
+    found = outcome(lambda q, k, v: function(q, k, v, starts), tensors)
+    wide = tuple(tensor.double() for tensor in tensors)
+    expected = outcome(lambda q, k, v: attention(q, k, v, padded, mask="bidirectional"), wide)
+    assert_close_values(found.pop("out"), expected.pop("out"))
+    assert_close_gradients(found, expected)
+    refused = rules.decide(rules.LIBRARIES[number], signature(documents, causal=False, mask="blocks"))
+    assert "causal and bidirectional attention only, here it is blocks" in refused.reason
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 @given(lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3))
 @settings(max_examples=15, deadline=None)
@@ -185,16 +203,25 @@ def test_too_many_documents_are_an_error_that_says_what_to_choose() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [None, 3])
-def test_four_is_one_operation_for_the_compiler(packed: bool, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (3, True), (3, False)])
+def test_four_is_one_operation_for_the_compiler(packed: bool, window: int | None, causal: bool) -> None:
     tensors = tuple(tensor.requires_grad_() for tensor in heads(2, 6))
     starts = document_starts(torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])) if packed else None
     if packed:
         tensors = tuple(tensor.detach().flatten(0, 1).requires_grad_() for tensor in tensors)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(cute.forward, (*tensors, starts, 6, window), test_utils=checks)
-    out, sums = cute.forward(*(tensor.detach() for tensor in tensors), starts, 6, window)
-    arguments = (normal(*out.shape, seed=5), *(tensor.detach() for tensor in tensors), out, sums, starts, 6, window)
+    torch.library.opcheck(cute.forward, (*tensors, starts, 6, window, causal), test_utils=checks)
+    out, sums = cute.forward(*(tensor.detach() for tensor in tensors), starts, 6, window, causal)
+    arguments = (
+        normal(*out.shape, seed=5),
+        *(tensor.detach() for tensor in tensors),
+        out,
+        sums,
+        starts,
+        6,
+        window,
+        causal,
+    )
     torch.library.opcheck(cute.backward, arguments, test_utils=checks)
 
 

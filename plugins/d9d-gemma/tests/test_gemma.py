@@ -89,6 +89,24 @@ def test_transformers_computes_the_same_from_an_export_and_back(
     assert all(torch.equal(ours[name], saved[name]) for name in ours)
 
 
+def test_transformers_computes_the_same_bidirectional_attention(tmp_path: Path) -> None:
+    """Of EmbeddingGemma, with its windows in both directions."""
+    torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers")
+    heads = {"topic": {"kind": "classification", "num_classes": 3}}
+    config = config_of(3, heads=heads, tie_embeddings=False, attention_mask="bidirectional", num_layers=3)
+    model, tokens = random_model(SPEC, config), torch.randint(64, (1, 16))
+    export_to(tmp_path, FORM, config, model, "float32")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    logits = model(tokens=tokens)["class_logits"]
+    torch.testing.assert_close(logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    causal = random_model(SPEC, config.model_copy(update={"attention_mask": "causal"}))
+    causal.load_state_dict(model.state_dict())
+    assert not torch.allclose(causal(tokens=tokens)["class_logits"], logits, rtol=1e-3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert FORM.config_from_json(json.loads((tmp_path / "theirs" / "config.json").read_text())) == config
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_preset_has_the_published_number_of_parameters(preset: str) -> None:
@@ -160,7 +178,10 @@ def test_files_of_transformers_4_are_read() -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (published(3, use_bidirectional_attention=True), "use_bidirectional_attention is True"),
+        (published(2, use_bidirectional_attention=True), "use_bidirectional_attention is True"),
+        (published(3, use_bidirectional_attention=True), "the causal_lm head 'causal_lm' sees the tokens"),
+        (published(3, is_causal=False), "is_causal is False"),
+        (published(2, is_causal=False, architectures=["Gemma2Model"]), "within a sliding window is not supported"),
         (published(3, attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0"),
         (published(2, hidden_activation="gelu"), "hidden_activation is 'gelu'"),
         (published(2, rope_local_base_freq=1e4), "rope_local_base_freq is 10000.0"),

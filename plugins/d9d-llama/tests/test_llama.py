@@ -102,6 +102,50 @@ def test_transformers_computes_the_same_from_an_export_and_back(
     assert form.config_from_json(json.loads((tmp_path / "theirs" / "config.json").read_text())) == config
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_transformers_computes_the_same_bidirectional_attention(family: str, tmp_path: Path) -> None:
+    """In values and gradients: an encoder made of a decoder, whose files state is_causal."""
+    torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers")
+    heads = {"tags": {"kind": "token_classification", "num_classes": 3}}
+    plain = {"heads": heads, "tie_embeddings": False, "sliding_window": None, "attention_mask": "bidirectional"}
+    config = config_of(
+        family, **{name: value for name, value in plain.items() if family != "Llama" or "sliding" not in name}
+    )
+    form = getattr(hugging_face, f"{family}HuggingFace")()
+    model, tokens = random_model(SPECS[family.lower()], config), torch.randint(64, (2, 16))
+    export_to(tmp_path, form, config, model, "float32")
+    theirs = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    found, expected = model(tokens=tokens)["class_logits"], theirs(tokens).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    grad = torch.randn_like(found)
+    found.backward(grad)
+    expected.backward(grad)
+    ours = model.layers["0"].attention.q_proj.weight.grad  # type: ignore[index,union-attr]
+    assert ours is not None
+    torch.testing.assert_close(ours, theirs.model.layers[0].self_attn.q_proj.weight.grad, rtol=1e-3, atol=1e-5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    data = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert data["is_causal"] is False
+    assert form.config_from_json(data) == config
+
+
+def test_files_cannot_express_bidirectional_windows_and_keep_other_masks() -> None:
+    form = hugging_face.MistralHuggingFace()
+    heads = {"tags": {"kind": "token_classification", "num_classes": 3}}
+    both = config_of("Mistral", heads=heads, tie_embeddings=False, attention_mask="bidirectional", sliding_window=4)
+    refused = "bidirectional attention within a sliding window is not supported for this model"
+    with pytest.raises(CheckpointError, match=refused):
+        form.config_json(both, "float32")
+    published = form.config_json(both.model_copy(update={"attention_mask": "causal"}), "float32")
+    assert form.config_from_json(published).attention_mask == "causal"
+    with pytest.raises(CheckpointError, match=refused):  # transformers sees one more position to each side
+        form.config_from_json(published | {"is_causal": False})
+    for mask in ("prefix", "blocks"):
+        made = config_of("Mistral", attention_mask=mask)
+        assert form.config_from_json(form.config_json(made, "float32")) == made
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "preset"), [(family, name) for family, sizes in PUBLISHED.items() for name in sizes]

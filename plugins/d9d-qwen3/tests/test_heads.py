@@ -13,6 +13,7 @@ from d9d_nn.causal_lm.task import CausalLM
 from d9d_nn.classification.config import ClassificationConfig
 from d9d_nn.classification.task import Classification
 from d9d_nn.decoder.flops import training_flops_per_token
+from d9d_nn.microbatch import with_prefixes
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3
@@ -164,15 +165,54 @@ def test_several_heads_answer_at_once_by_their_names() -> None:
     assert_close_values(alone(**inputs)["token_loss"], outputs["words/token_loss"])
 
 
+@pytest.mark.parametrize("mask", ["causal", "bidirectional"])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_what_pads_a_sample_changes_nothing(pooling: str) -> None:
+def test_what_pads_a_sample_changes_nothing(pooling: str, mask: str) -> None:
     heads = {"topic": {**TOPIC, "pooling": pooling}, "vector": {"kind": "embedding", "pooling": pooling, "layers": [0]}}
-    model = random_model(config(heads=heads))
+    model = random_model(config(heads=heads, attention_mask=mask))
     tokens, lengths = torch.randint(64, (2, 9)), torch.tensor([4, 9])
     padded = model(tokens=tokens, lengths=lengths)
     alone = model(tokens=tokens[:1, :4])
     assert_close_values({n: t[:1] for n, t in padded.items()}["topic/class_logits"], alone["topic/class_logits"])
     assert_close_values(padded["vector/embedding"][:1], alone["vector/embedding"])
+
+
+def test_bidirectional_samples_may_hold_several_documents_and_padding() -> None:
+    heads = {"tags": {"kind": "token_classification", "num_classes": 3}}
+    model, tokens = random_model(config(heads=heads, attention_mask="bidirectional")), torch.randint(64, (1, 12))
+    documents, places = torch.tensor([[0] * 4 + [1] * 8]), torch.tensor([[*range(4), *range(8)]])
+    found = model(tokens=tokens, positions=places, documents=documents, lengths=torch.tensor([9]))["class_logits"]
+    for part in (slice(4), slice(4, 9)):
+        assert_close_values(found[:, part], model(tokens=tokens[:, part])["class_logits"])
+
+
+def test_a_model_with_prefixes_sees_no_target_and_more_than_a_causal_one() -> None:
+    of, targets = config(attention_mask="prefix"), torch.randint(64, (1, 12))
+    targets[:, :4], targets[:, 11] = -100, -100
+    tokens = torch.cat([torch.randint(64, (1, 5)), targets[:, 4:11]], dim=1)
+    model, blocks = random_model(of), with_prefixes({"tokens": tokens, "targets": targets})["attention_blocks"]
+    before = model(tokens=tokens, attention_blocks=blocks)["logits"]
+    for place in range(12):
+        changed = tokens.clone()
+        changed[:, place] = (changed[:, place] + 1) % 64
+        differs = (model(tokens=changed, attention_blocks=blocks)["logits"] != before).any(-1)[0]
+        first = 0 if place < 5 else place  # all of the prefix sees all of it
+        assert differs.tolist() == [position >= first for position in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "given", "text"),
+    [
+        ("prefix", False, "with attention_mask prefix needs the input 'attention_blocks'"),
+        ("blocks", False, "with attention_mask blocks needs the input 'attention_blocks'"),
+        ("causal", True, "with attention_mask causal has no use for the input 'attention_blocks'"),
+    ],
+)
+def test_blocks_are_given_to_models_that_have_them(mask: str, given: bool, text: str) -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    blocks = {"attention_blocks": tokens} if given else {}
+    with pytest.raises(ValueError, match=text):
+        Qwen3(config(attention_mask=mask))(tokens=tokens, **blocks)
 
 
 def test_both_tasks_train_their_own_head() -> None:

@@ -336,7 +336,12 @@ class SharesAttention(Protocol):
                 function has ``prepare(documents, length, window, device)``, ``documents`` may be replaced by its
                 result, which is computed once for all layers. If the function has op slots
                 (:class:`d9d_core.traits.HasOps`), the core lists them as its own, and adds facts about its attention to
-                their static facts.
+                their static facts. The function computes causal attention, unless its attribute ``mask_kinds`` names
+                other kinds (:mod:`d9d_core.attention`); ``prepare`` then gets the kind as the keyword ``mask``, and
+                ``documents`` may have blocks.
+
+        Raises:
+            BuildError: the function does not compute the core's kind of mask.
         """
         ...
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 #: Fields of whole samples, even if they have as many columns as there are positions.
-_WHOLE = ("documents", "ends", "pooling_mask")
+_WHOLE = ("documents", "ends", "pooling_mask", "attention_blocks")
 #: Number of a rank's own positions of each sample without padding, int64 [B].
 _OWN_LENGTHS = "own_lengths"
 #: Numbers of the samples that a rank counts, int64 [B], or [0] if none: the shape shows it without a sync.
@@ -50,12 +50,39 @@ def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
     """Inputs of a pipeline stage: ``tokens`` [B, S] go to the first stage; all other inputs go to every stage.
 
     Args:
-        microbatch: with ``tokens``, and optionally ``positions``, ``documents`` and ``lengths``.
+        microbatch: with ``tokens``, and optionally ``positions``, ``documents``, ``lengths`` and ``attention_blocks``.
         more: further inputs of the model, if the microbatch has them.
     """
-    names = ("positions", "documents", "lengths", *more)
+    names = ("positions", "documents", "lengths", "attention_blocks", *more)
     shared = {name: microbatch[name] for name in names if name in microbatch}
     return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+
+def with_prefixes(microbatch: Microbatch) -> Microbatch:
+    """Add ``attention_blocks`` to a microbatch: the prefix of each document is block 0, other positions are outside.
+
+    The prefix of a document ends with the token before its first target, so no token of it is predicted, and the
+    attention inside it shows no target. A microbatch with ``attention_blocks`` is returned unchanged.
+
+    Args:
+        microbatch: with ``targets`` int64 [B, S], and ``documents`` int64 [B, S] if samples hold several.
+
+    Raises:
+        JobError: the microbatch has neither blocks nor targets.
+    """
+    if "attention_blocks" in microbatch:
+        return microbatch
+    if "targets" not in microbatch:
+        raise JobError(
+            "model.attention_mask: prefixes are the tokens before a document's first target, but the dataset gives "
+            "neither targets nor attention_blocks; use a dataset that does, or another attention_mask"
+        )
+    counted = (microbatch["targets"] != IGNORE).to(torch.int64)
+    before = counted.cumsum(1) - counted  # targets at earlier positions of the sample
+    if "documents" in microbatch:
+        starts = microbatch["documents"].diff(dim=1, prepend=microbatch["documents"][:, :1]) != 0
+        before = before - torch.where(starts, before, 0).cummax(1).values
+    return {**microbatch, "attention_blocks": torch.where(before == 0, 0, -1)}
 
 
 def counted_targets(microbatch: Microbatch) -> Tensor:
@@ -67,7 +94,8 @@ def counted_targets(microbatch: Microbatch) -> Tensor:
 def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
     """Split a microbatch by positions and return this rank's part, see :class:`d9d_core.task.SplitsPositions`.
 
-    Fields [B, S, ...] are split; ``documents``, ``ends``, ``pooling_mask`` and fields of samples stay whole. The
+    Fields [B, S, ...] are split; ``documents``, ``attention_blocks``, ``ends``, ``pooling_mask`` and fields of samples
+    stay whole. The
     result always has ``positions``.
 
     Args:

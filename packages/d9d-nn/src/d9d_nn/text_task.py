@@ -14,7 +14,7 @@ from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_nn.heads.choice import check_language_model, check_next_tokens_only
-from d9d_nn.microbatch import count_positions, own_positions, stage_inputs
+from d9d_nn.microbatch import count_positions, own_positions, stage_inputs, with_prefixes
 
 
 class TextTask:
@@ -23,7 +23,7 @@ class TextTask:
     Attributes:
         term: name of the loss term.
         head_kind: kind of head that the task trains.
-        further_inputs: inputs of the model other than tokens, positions, documents and lengths.
+        further_inputs: inputs of the model other than tokens, positions, documents, lengths and attention blocks.
         trains_further_tokens: whether the task gives the inputs of multi-token prediction.
         config: config with ``head``, the head's name.
     """
@@ -33,6 +33,7 @@ class TextTask:
     further_inputs: ClassVar[tuple[str, ...]] = ()
     trains_further_tokens: ClassVar[bool] = False
     config: Any
+    _makes_prefixes = False
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -49,14 +50,19 @@ class TextTask:
         if not self.trains_further_tokens:
             check_next_tokens_only(model, self.config.name)
         check_language_model(model, self.head_kind, self.config.head, facts)
+        self._makes_prefixes = getattr(model, "attention_mask", None) == "prefix"
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions of all rows without padding, including ignored targets."""
         return count_positions(microbatch)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
-        return stage_inputs(microbatch, *self.further_inputs)
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage.
+
+        Raises:
+            JobError: the model has prefix attention, but the data has neither targets nor ``attention_blocks``.
+        """
+        return stage_inputs(self._with_prefixes(microbatch), *self.further_inputs)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
         """This rank's positions of the microbatch with their targets; each rank sums the losses of its own targets.
@@ -64,4 +70,8 @@ class TextTask:
         Raises:
             ValueError: the ranks cannot share the positions evenly.
         """
-        return own_positions(microbatch, share)
+        return own_positions(self._with_prefixes(microbatch), share)
+
+    def _with_prefixes(self, microbatch: Microbatch) -> Microbatch:
+        """Add ``attention_blocks`` for a model with prefix attention, unless the dataset gives them."""
+        return with_prefixes(microbatch) if self._makes_prefixes else microbatch

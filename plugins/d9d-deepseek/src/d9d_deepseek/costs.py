@@ -8,7 +8,6 @@ from d9d_core.cost import OpCost, Share, StageCost, Weight
 from d9d_core.model import Stage
 from d9d_moe.costs import mixture
 from d9d_nn.costs import attention, linear, rms_norm, rotation
-from d9d_nn.decoder.config import keys_of
 from d9d_nn.decoder.costs import FeedForwardCost, MixerCost, decoder_cost, gated_cost, swiglu_cost
 
 from d9d_deepseek.config import DeepSeekConfig
@@ -23,14 +22,14 @@ def stage_cost(config: DeepSeekConfig, stage: Stage, share: Share) -> StageCost:
     return decoder_cost(config, stage, share, _feed_forward, mixer=_attention)
 
 
-def _attention(config: DeepSeekConfig, _layer: int, share: Share) -> MixerCost:
+def _attention(config: DeepSeekConfig, layer: int, share: Share) -> MixerCost:
     """Cost of latent attention; values are counted as padded to the size of keys, as most backends need them."""
     tokens, width, hidden = share.tokens, share.width, config.hidden_size
     heads, key, value = config.num_attention_heads // share.tensor, config.head_dim, config.v_head_dim
     latent, rotary = config.kv_lora_rank, config.qk_rope_head_dim
     expanded = heads * (config.qk_nope_head_dim + value)
     joined = width * tokens * heads * (3 * key)  # queries, keys and padded values are copied
-    attended = attention(tokens, keys_of(None, share.length), heads, heads, key, width)
+    attended = attention(tokens, config.attended_keys(layer, share.length), heads, heads, key, width)
     shape = attended.attention
     assert shape is not None  # all ops of attention have it
     ops = (

@@ -47,6 +47,7 @@ def _attention(config: DeepSeekConfig) -> MultiHeadLatentAttention:
         eps=_LATENT_EPS,
         score_factor=latent_score_factor(config.rope_scaling),
         biases=config.biased_projections(),
+        mask=config.mask_kind(),
     )
 
 

@@ -18,10 +18,17 @@ from d9d_flash_attention.starts import document_starts
 
 
 class Attend(Protocol):
-    """Interface of a FlashAttention library: causal attention."""
+    """Interface of a FlashAttention library."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor | None,
+        length: int,
+        window: int | None,
+        causal: bool,
     ) -> Tensor:
         """Compute attention.
 
@@ -32,7 +39,9 @@ class Attend(Protocol):
             starts: int32 [M + 1], see :func:`d9d_flash_attention.starts.document_starts`; ``None`` if each sample is
                 one document.
             length: S.
-            window: number of positions that a query attends to, its own included; ``None`` for all.
+            window: number of positions that a query attends to, its own included, in each direction that it attends
+                to; ``None`` for all.
+            causal: whether a query attends to its own and earlier positions only.
 
         Returns:
             Same shape as ``query``.
@@ -59,7 +68,9 @@ def build_4(signature: OpSignature) -> FlashAttention:
 
 
 def _build(signature: OpSignature, attend: Attend) -> FlashAttention:
-    return FlashAttention(attend, signature.static.get("window"), of_one=signature.documents is False)
+    causal = signature.static.get("causal", True)
+    of_one = signature.documents is False and causal
+    return FlashAttention(attend, signature.static.get("window"), of_one=of_one, causal=causal)
 
 
 class FlashAttention:
@@ -70,10 +81,16 @@ class FlashAttention:
         window: number of positions that a query attends to, its own included; ``None`` for all.
         of_one: whether to ignore document indices, because each sample is one document; its padding comes last, where
             causal attention never reaches it.
+        causal: whether a query attends to its own and earlier positions only.
+
+    Attributes:
+        mask_kinds: the kind that the function was built for, see :mod:`d9d_core.attention`.
     """
 
-    def __init__(self, attend: Attend, window: int | None, *, of_one: bool = False) -> None:
+    def __init__(self, attend: Attend, window: int | None, *, of_one: bool = False, causal: bool = True) -> None:
         self._attend = attend
+        self._causal = causal
+        self.mask_kinds = ("causal" if causal else "bidirectional",)
         self._window = window
         self._of_one = of_one
 
@@ -97,9 +114,9 @@ class FlashAttention:
         length = query.shape[1]
         window = self._window if self._window is None or self._window < length else None
         if starts is None:
-            return self._attend(query, key, value, None, length, window)
+            return self._attend(query, key, value, None, length, window, self._causal)
         flat = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-        return self._attend(*flat, starts, length, window).view(query.shape)
+        return self._attend(*flat, starts, length, window, self._causal).view(query.shape)
 
 
 class ByFunctions:
@@ -115,11 +132,19 @@ class ByFunctions:
         self._documents: Callable[..., Any] = library.flash_attn_varlen_func
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor | None,
+        length: int,
+        window: int | None,
+        causal: bool,
     ) -> Tensor:
         """Compute attention, see :class:`Attend`."""
         # Numbers of positions to the left and right of the query's own; -1 for all.
-        options: dict[str, Any] = {"causal": True, "window_size": (-1, -1) if window is None else (window - 1, 0)}
+        sides = (-1, -1) if window is None else (window - 1, 0 if causal else window - 1)
+        options: dict[str, Any] = {"causal": causal, "window_size": sides}
         if starts is None:
             out = self._samples(query, key, value, **options)
         else:

@@ -23,9 +23,17 @@ _KEEPS_KERNELS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FORWARD, _BACKWARD = "_flash_attn_fwd", "_flash_attn_bwd"
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor | None,
+    length: int,
+    window: int | None,
+    causal: bool,
+) -> Tensor:
     """Compute attention, see :class:`d9d_flash_attention.backend.Attend`."""
-    out: Tensor = forward(query, key, value, starts, length, window)[0]
+    out: Tensor = forward(query, key, value, starts, length, window, causal)[0]
     return out
 
 
@@ -50,7 +58,13 @@ def check_library() -> None:
 
 @torch.library.custom_op("d9d_flash_attention::forward", mutates_args=())
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor | None,
+    length: int,
+    window: int | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention, with the log-sum-exp for its backward; for arguments see :class:`d9d_flash_attention.backend.Attend`.
 
@@ -58,7 +72,7 @@ def forward(
         The output, contiguous, in the shape of ``query``; and the log-sum-exp of each row, float32 [B, N, S], or with
         ``starts`` [N, T].
     """
-    out, sums, *_ = _call(_FORWARD, query, key, value, return_lse=True, **_options(starts, length, window))
+    out, sums, *_ = _call(_FORWARD, query, key, value, return_lse=True, **_options(starts, length, window, causal))
     return out, sums
 
 
@@ -73,12 +87,13 @@ def backward(
     starts: Tensor | None,
     length: int,
     window: int | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of FlashAttention by CuTe kernels: gradients of query, key and value, contiguous.
 
     Args:
         grad: gradient of the output, of any strides.
-        query: see :func:`forward`, also for ``key``, ``value``, ``starts``, ``length`` and ``window``.
+        query: see :func:`forward`, also for ``key``, ``value``, ``starts``, ``length``, ``window`` and ``causal``.
         key: see ``query``.
         value: see ``query``.
         out: first output of :func:`forward`.
@@ -86,17 +101,18 @@ def backward(
         starts: see ``query``.
         length: see ``query``.
         window: see ``query``.
+        causal: see ``query``.
     """
     grads = _contiguous_like(query), _contiguous_like(key), _contiguous_like(value)
     into = dict(zip(("dq", "dk", "dv"), grads, strict=True))
-    _call(_BACKWARD, query, key, value, out, grad, sums, **into, **_options(starts, length, window))
+    _call(_BACKWARD, query, key, value, out, grad, sums, **into, **_options(starts, length, window, causal))
     return grads
 
 
-def _options(starts: Tensor | None, length: int, window: int | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"causal": True}
+def _options(starts: Tensor | None, length: int, window: int | None, causal: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"causal": causal}
     if window is not None:  # numbers of positions to the left and right of the query's own
-        options |= {"window_size_left": window - 1, "window_size_right": 0}
+        options |= {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
     if starts is not None:
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
     return options
@@ -121,7 +137,13 @@ def _contiguous_like(tensor: Tensor) -> Tensor:
 
 @forward.register_fake
 def _fake(
-    query: Tensor, _key: Tensor, _value: Tensor, starts: Tensor | None, _length: int, _window: int | None
+    query: Tensor,
+    _key: Tensor,
+    _value: Tensor,
+    starts: Tensor | None,
+    _length: int,
+    _window: int | None,
+    _causal: bool,
 ) -> tuple[Tensor, Tensor]:
     *leading, heads, _ = query.shape
     shape = (leading[0], heads, leading[1]) if starts is None else (heads, leading[0])
@@ -136,7 +158,7 @@ def _fake_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.length, ctx.window = inputs
+    *tensors, ctx.length, ctx.window, ctx.causal = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -145,10 +167,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor | None, _grad_sums: None) -> tuple[Tensor | None, ...]:
     query, key, value, starts, out, sums = ctx.saved_tensors
     if grad is None:
-        return (None,) * 6
-    grads = backward(grad, query, key, value, out, sums, starts, ctx.length, ctx.window)
+        return (None,) * 7
+    grads = backward(grad, query, key, value, out, sums, starts, ctx.length, ctx.window, ctx.causal)
     needed = ctx.needs_input_grad
-    return *(one if needed[place] else None for place, one in enumerate(grads)), None, None, None
+    return *(one if needed[place] else None for place, one in enumerate(grads)), None, None, None, None
 
 
 forward.register_autograd(_backward, setup_context=_keep)

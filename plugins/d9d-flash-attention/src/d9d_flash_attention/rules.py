@@ -67,17 +67,17 @@ LIBRARIES: Mapping[int, Library] = {
 
 
 def supports_2(signature: OpSignature) -> Decision:
-    """Accept causal attention in 16 bits on CUDA from compute capability 8.0."""
+    """Accept causal and bidirectional attention in 16 bits on CUDA from compute capability 8.0."""
     return decide(LIBRARIES[2], signature)
 
 
 def supports_3(signature: OpSignature) -> Decision:
-    """Accept causal attention in 16 bits on Hopper."""
+    """Accept causal and bidirectional attention in 16 bits on Hopper."""
     return decide(LIBRARIES[3], signature)
 
 
 def supports_4(signature: OpSignature) -> Decision:
-    """Accept causal attention in 16 bits on Hopper and Blackwell."""
+    """Accept causal and bidirectional attention in 16 bits on Hopper and Blackwell."""
     return decide(LIBRARIES[4], signature)
 
 
@@ -87,7 +87,9 @@ def decide(library: Library, signature: OpSignature) -> Decision:
     if refusal := _refusal(library, signature, major):
         return Decision(accept=False, reason=refusal)
     priority, reason = library.whole if signature.documents is False else library.documents
-    if signature.static.get("window") is not None:
+    if not signature.static.get("causal", True):
+        priority, reason = _UNMEASURED
+    elif signature.static.get("window") is not None:
         priority, reason = library.windows
     elif library.measured is not None and major not in (None, library.measured):
         priority, reason = _UNMEASURED
@@ -106,8 +108,9 @@ def _refusal(library: Library, signature: OpSignature, major: int | None) -> str
         return f"{library.name} needs CUDA, the device is {signature.device}"
     if signature.dtype not in _FLOATS:
         return f"{library.name} needs one of {', '.join(_FLOATS)}, the model is {signature.dtype}"
-    if not signature.static.get("causal", True):
-        return "computes causal attention only"
+    kind = signature.static.get("mask", "causal" if signature.static.get("causal", True) else "unknown")
+    if kind not in ("causal", "bidirectional"):
+        return f"{library.name} computes causal and bidirectional attention only, here it is {kind}"
     if signature.static.get("own_queries"):
         return f"{library.name} needs the queries of all positions of a sample, but ranks of cp hold only some"
     # Without a GPU, as on a laptop that checks a cluster's job, assume a suitable one.

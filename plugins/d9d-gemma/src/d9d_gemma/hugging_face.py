@@ -21,9 +21,12 @@ _READ = READ - {"max_window_layers", "use_sliding_window"} | {"final_logit_softc
 _LOCAL = {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}
 _GELU = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
 _ONLY: dict[str, tuple[Any, ...]] = {name: (value,) for name, value in _GELU.items()}
-_ONLY |= {"cache_implementation": ("hybrid",), "sliding_window_size": (4096,), "use_bidirectional_attention": (False,)}
-_SECOND = Family("gemma2", "Gemma2", _LAYER, _READ | {"attn_logit_softcapping"}, _ONLY)
-_THIRD = Family("gemma3_text", "Gemma3Text", _LAYER | HEAD_NORMS, _READ | _LOCAL, _ONLY, "Gemma3ForCausalLM")
+_ONLY |= {"cache_implementation": ("hybrid",), "sliding_window_size": (4096,)}
+_BIDIRECTIONAL = "use_bidirectional_attention"
+_SECOND = Family("gemma2", "Gemma2", _LAYER, _READ | {"attn_logit_softcapping"}, _ONLY | {_BIDIRECTIONAL: (False,)})
+_THIRD_READ = _READ - {"is_causal"} | _LOCAL | {_BIDIRECTIONAL}
+_THIRD_ONLY = _ONLY | {"is_causal": (True,)}  # it states another window than use_bidirectional_attention
+_THIRD = Family("gemma3_text", "Gemma3Text", _LAYER | HEAD_NORMS, _THIRD_READ, _THIRD_ONLY, "Gemma3ForCausalLM")
 #: Defaults in transformers; only Gemma 2 has caps by default.
 _ABSENT = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -55,12 +58,22 @@ class GemmaHuggingFace(DecoderFormat[GemmaConfig]):
         found = _GELU | {theirs: getattr(config, ours) for theirs, ours in _NAMES.items()}
         found |= {"attention_bias": config.attention_bias, "layer_types": layer_types_json(config)}
         rope = kinds_of_rope_json(config) if config.generation == 3 else {}
+        if config.attention_mask == "bidirectional":  # transformers halves it
+            found["sliding_window"] = 2 * (config.sliding_window - 1)
         return found | rope | {"pad_token_id": None}  # the default 0 would be an embedding without a gradient
+
+    def direction_json(self, config: GemmaConfig) -> dict[str, Any]:
+        """Write whether attention is bidirectional, which generation 3 states by a field of its own."""
+        if config.attention_mask == "bidirectional" and config.generation == 3:
+            return {_BIDIRECTIONAL: True}
+        return super().direction_json(config)
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Read the fields of :meth:`special_json`."""
         third = self.family_in(data) is _THIRD
+        both = {"attention_mask": "bidirectional", "sliding_window": data["sliding_window"] // 2 + 1}
         return {ours: data[theirs] for theirs, ours in _NAMES.items()} | {
+            **(both if flag(data, _BIDIRECTIONAL) else {}),
             "generation": 3 if third else 2,
             "attention_bias": flag(data, "attention_bias"),
             "layer_types": layer_types(data, data.get("sliding_window_pattern", 6) if third else 2),

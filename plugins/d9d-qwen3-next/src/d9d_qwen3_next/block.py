@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from d9d_core.attention import Documents
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.decoder.block import DecoderBlock, grouped_query_attention, swiglu
 from d9d_nn.delta.gated_delta_net import GatedDeltaNet
@@ -35,7 +36,7 @@ class HybridBlock(DecoderBlock):
         """Slot of the attention; none for Gated DeltaNet."""
         return [] if self.is_recurrent else list(super().attention_slots())
 
-    def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
+    def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
         """Mix tokens of the same document: [B, S, H] to [B, S, H]."""
         if not self.is_recurrent:
             return super().mix(normed, rotation, documents)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import ClassVar, Literal
 
-from d9d_nn.decoder.config import MultiTokenConfig
+from d9d_nn.decoder.config import AttentionMask, MultiTokenConfig
 from d9d_nn.decoder.multi_token_config import MultiTokenPrediction
 from d9d_nn.decoder.presets import Presets
 from d9d_nn.rope.scaling import Rope
@@ -87,6 +87,16 @@ class HybridConfig(MultiTokenConfig):
             )
         if value.first == "hidden":
             raise ValueError("files of this family have the embedding first; remove first")
+        return value
+
+    @field_validator("attention_mask")
+    @classmethod
+    def _reads_in_order(cls, value: AttentionMask) -> AttentionMask:
+        if value != "causal":
+            raise ValueError(
+                f"{value} has no meaning in Gated DeltaNet, which reads positions in order; choose causal, or a model "
+                "of attention layers only, such as qwen3"
+            )
         return value
 
     def is_recurrent(self, layer: int) -> bool:

@@ -20,6 +20,7 @@ from d9d_core.config import PathOrAddress, PluginConfig, Section, is_address, sp
 from d9d_core.job_file.evaluation import Evaluation
 from d9d_core.job_file.open_union import Named
 from d9d_core.job_file.sections.garbage_collection import GarbageCollection
+from d9d_core.job_file.sections.kernels import KernelRequest
 from d9d_core.job_file.sections.logging import Logging
 from d9d_core.job_file.sections.plugins import Plugins
 from d9d_core.job_file.sections.profiling import Profiling
@@ -282,8 +283,9 @@ class BaseJob(Section):
     """Fine-tuning method; null trains all parameters."""
     precision: Precision = Precision()
     """Number formats."""
-    kernels: dict[str, str] = {}
-    """Op -> name of its backend; backends of other ops are chosen automatically."""
+    kernels: dict[str, KernelRequest] = {}
+    """Op -> name of its backend, or a list of rules, each with a backend for the modules that it matches; backends of
+    other ops and modules are chosen automatically."""
     subscribers: list[Annotated[PluginConfig, Named("subscriber")]] = []
     """Observers of the training loop."""
     loading: Loading = Loading()

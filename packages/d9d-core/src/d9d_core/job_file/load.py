@@ -159,6 +159,8 @@ def _location_in_file(location: Location, value: Any) -> Location:
         fields = value if isinstance(value, Mapping) else {}
         if isinstance(part, str) and part not in fields and (part == value or part in fields.values()):
             continue
+        if isinstance(part, str) and isinstance(value, list | int | float):  # which have no fields
+            continue
         found = (*found, part)
         is_there = part in fields or (isinstance(value, list) and isinstance(part, int) and part < len(value))
         value = value[part] if is_there else None

@@ -13,6 +13,7 @@ from d9d_core.job_file.evaluation import Evaluation
 from d9d_core.job_file.inference import InferenceConfig
 from d9d_core.job_file.inner import choose
 from d9d_core.job_file.job import BaseJob, JobConfig
+from d9d_core.job_file.sections.kernels import backend_names
 from d9d_core.metric import ChoosesObservations
 from d9d_core.plugin import DatasetSpec, InferenceTaskSpec, MetricSpec, ModelSpec, TaskSpec
 from d9d_core.registry.capabilities import Chosen, Circumstances, Judge, Verdict, order
@@ -120,7 +121,7 @@ def resolve(
     if isinstance(job, JobConfig) and job.export == "adapter" and unformatted:
         raise JobError(f"export: model {model.entry} has no Hugging Face layout; set 'export: false'")
     resolution = judged(selection, registry, circumstances)
-    for op, selector in job.kernels.items():
+    for op, selector in backend_names(job.kernels):
         registry.find_kernel(op, selector)
     return resolution
 

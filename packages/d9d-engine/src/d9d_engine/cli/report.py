@@ -158,7 +158,8 @@ def _rank_of(job: Job, plan: Plan) -> str:
 def print_kernel(console: Console, choice: KernelChoice) -> None:
     """Print the chosen backend of an op, and the answer of every backend."""
     supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
-    asked = f", asked for by kernels.{choice.op}," if choice.requested else ""
+    rule = "" if choice.rule is None else f"[{choice.rule}]"
+    asked = f", asked for by kernels.{choice.op}{rule}," if choice.requested else ""
     compiled = ", compiled" if choice.compiled else ""
     text = f"  {choice.op}: {choice.backend}{supplied}{asked} at {_several(choice.sites)}{compiled}"
     console.print(text, markup=False, highlight=False)

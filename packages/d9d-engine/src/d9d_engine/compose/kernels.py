@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.errors import BuildError
+from d9d_core.job_file.sections.kernels import KernelRule
 from d9d_core.kernel import Decision, OpSignature, OpSlot
 from d9d_core.plugin import KernelSpec
 from d9d_core.registry.capabilities import Chosen, Verdict
 from d9d_core.registry.entries import Entry, plugin_error
 from d9d_core.registry.registry import REFERENCE, Registry
+from d9d_core.strategy import is_inside
 from d9d_core.traits import HasOps
 from torch import nn
 
@@ -34,6 +39,7 @@ class KernelChoice:
         requested: whether the job names a backend for the op in ``kernels``.
         considered: backend -> its answer; ``distribution/backend`` where several distributions use one name.
         compiled: whether the modules are compiled.
+        rule: index of the rule in ``kernels`` that names the backend; ``None`` without rules.
     """
 
     op: str
@@ -43,12 +49,13 @@ class KernelChoice:
     requested: bool
     considered: Mapping[str, Decision]
     compiled: bool = False
+    rule: int | None = None
 
 
 def bind_kernels(
     holders: Iterable[tuple[str, object]],
     registry: Registry,
-    requested: Mapping[str, str],
+    requested: Mapping[str, str | Sequence[KernelRule]],
     device: str,
     dtype: str,
     judge: Judgement,
@@ -67,7 +74,7 @@ def bind_kernels(
     Args:
         holders: (name, object) pairs that may have op slots: modules of a model, or an optimizer.
         registry: registry with the backends.
-        requested: op -> name of the backend; a requested backend must run.
+        requested: op -> name of the backend, or rules for some modules; a requested backend must run.
         device: device type.
         dtype: dtype of the ops' inputs.
         judge: evaluates the capabilities that a backend requires or excludes.
@@ -79,11 +86,13 @@ def bind_kernels(
         checkpointed: names of modules under activation checkpointing; submodules are included.
 
     Raises:
-        BuildError: a requested backend refuses the op, or a slot refuses the backend.
+        BuildError: a requested backend refuses the op, a slot refuses the backend, or a rule matches no module, or a
+            module that another rule matches.
         PluginError: a requested backend does not exist.
     """
     slots = [
         (
+            name,
             f"{name}.{attribute}".lstrip("."),
             slot,
             (_is_inside(name, compiled) and not _is_inside(name, outside_graph), _is_inside(name, checkpointed)),
@@ -92,14 +101,16 @@ def bind_kernels(
         if isinstance(holder, HasOps)
         for attribute, slot in holder.op_slots().items()
     ]
-    groups: dict[tuple[str, tuple[bool, bool], str], list[tuple[str, OpSlot]]] = {}
-    for site, slot, inside in slots:
-        groups.setdefault((slot.op, inside, repr(sorted(slot.static.items()))), []).append((site, slot))
-    offers = {op: _offers(registry, op, judge, deterministic) for op in dict.fromkeys(op for op, _, _ in groups)}
+    requests = _Requests(requested, [(name, slot) for name, _, slot, _ in slots])
+    groups: dict[tuple[str, tuple[bool, bool], str, _Request], list[tuple[str, OpSlot]]] = {}
+    for name, site, slot, inside in slots:
+        key = slot.op, inside, repr(sorted(slot.static.items())), requests.of(name, slot)
+        groups.setdefault(key, []).append((site, slot))
+    offers = {op: _offers(registry, op, judge, deterministic) for op in dict.fromkeys(op for op, *_ in groups)}
     choices = []
-    for (op, inside, _), same in groups.items():
+    for (op, inside, _, request), same in groups.items():
         signature = OpSignature(op, device, dtype, same[0][1].static, inside[0], documents, inside[1])
-        choices.append(_bind(registry, requested, same, signature, offers[op]))
+        choices.append(_bind(registry, request, same, signature, offers[op]))
     return choices
 
 
@@ -120,6 +131,83 @@ def refuse_unused(requested: Iterable[str], choices: Iterable[KernelChoice], els
             raise BuildError(
                 f"kernels.{op}: the job calls no op '{op}'; remove it, or name an op of the job: {', '.join(ops)}"
             )
+
+
+class _Request(NamedTuple):
+    """Request of the job for an op in one module.
+
+    Attributes:
+        backend: name of the requested backend; ``None`` for the automatic choice.
+        rule: index of the rule that names it; ``None`` without rules.
+        part: an op that this op contains, and for which the job names a backend here; ``None`` without one.
+    """
+
+    backend: str | None = None
+    rule: int | None = None
+    part: str | None = None
+
+
+class _Requests:
+    """Requests of a job, by op and module.
+
+    Args:
+        requested: op -> name of the backend, or rules for some modules.
+        slots: op slots with the names of their modules.
+
+    Raises:
+        BuildError: a pattern matches no module with a slot of its op, or two rules match one module.
+    """
+
+    def __init__(
+        self, requested: Mapping[str, str | Sequence[KernelRule]], slots: Sequence[tuple[str, OpSlot]]
+    ) -> None:
+        self._requested = requested
+        for op, request in requested.items():
+            # A slot with this op as a part may give way to it, so a rule may be meant for its module.
+            names = list(dict.fromkeys(name for name, slot in slots if op == slot.op or op in slot.parts))
+            if names and not isinstance(request, str):
+                _check_rules(op, request, names)
+
+    def of(self, name: str, slot: OpSlot) -> _Request:
+        """Request for an op slot of a module."""
+        backend, rule = self._named(name, slot.op)
+        part = next((part for part in slot.parts if self._named(name, part)[0] is not None), None)
+        return _Request(backend, rule, part)
+
+    def _named(self, name: str, op: str) -> tuple[str | None, int | None]:
+        """Requested backend of an op in a module, and the index of its rule."""
+        request = self._requested.get(op)
+        if request is None or isinstance(request, str):
+            return request, None
+        found = ((rule.backend, index) for index, rule in enumerate(request) if _matches(rule.match, name))
+        return next(found, (None, None))
+
+
+def _check_rules(op: str, rules: Sequence[KernelRule], names: Sequence[str]) -> None:
+    """Check that each pattern of the rules matches a module, and that no module is matched twice.
+
+    Raises:
+        BuildError: a rule has no effect, or is ambiguous.
+    """
+    for index, rule in enumerate(rules):
+        for pattern in rule.match:
+            if not any(_matches([pattern], name) for name in names):
+                raise BuildError(
+                    f"kernels.{op}[{index}].match: the pattern {pattern!r} matches no module with this op; modules "
+                    f"with similar names: {', '.join(get_close_matches(pattern, names, 3, 0.0))}"
+                )
+    for name in names:
+        several = [index for index, rule in enumerate(rules) if _matches(rule.match, name)]
+        if len(several) > 1:
+            first, second = (f"kernels.{op}[{index}] ({rules[index].backend})" for index in several[:2])
+            raise BuildError(f"{first} and {second} both match {name}; change the patterns so that one of them does")
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    """Whether a module or a module around it has a name that matches a pattern; see ``d9d_core.strategy``."""
+    parts = name.split(".")
+    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return is_inside(name, [one for one in around if one and any(fnmatchcase(one, each) for each in patterns)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,24 +243,23 @@ def _is_inside(name: str, modules: Collection[str]) -> bool:
 
 def _bind(
     registry: Registry,
-    requests: Mapping[str, str],
+    request: _Request,
     same: list[tuple[str, OpSlot]],
     signature: OpSignature,
     offers: Sequence[_Offer],
 ) -> KernelChoice:
     sites = tuple(dict.fromkeys(site for site, _ in same))
-    requested = requests.get(signature.op)
-    asked = requested is not None
+    requested, rule, part = request
+    asked, where = requested is not None, _place(signature.op, request)
     answers = {offer.entry: _ask(offer, signature) for offer in offers}
-    parts = [part for part in same[0][1].parts if part in requests]
-    if parts and not asked:
-        text = f"the job asks for kernels.{parts[0]}, an op that this one contains"
+    if part is not None and not asked:
+        text = f"the job asks for kernels.{part}, an op that this one contains"
         answers = {entry: Decision(one.accept, text, 0) if one.accept else one for entry, one in answers.items()}
     if requested is not None:
         chosen = registry.find_kernel(signature.op, requested)
         if chosen is not None and not answers[chosen].accept:
             text = f"'{requested}' ({chosen.origin}) cannot run here: {answers[chosen].reason}"
-            raise BuildError(f"kernels.{signature.op}: {text}")
+            raise BuildError(f"{where}: {text}")
         function = None if chosen is None else _built(chosen, signature)
     else:
         function = None
@@ -189,13 +276,18 @@ def _bind(
         for one in offers
     }
     if chosen is None or function is None:
-        return KernelChoice(signature.op, sites, REFERENCE, "", asked, considered, signature.compiled)
+        return KernelChoice(signature.op, sites, REFERENCE, "", asked, considered, signature.compiled, rule)
     assert isinstance(chosen.spec, KernelSpec)
     for _, slot in same:
         slot.bind(chosen.spec.name, function)
         slot.operators = chosen.spec.operators
     origin = str(chosen.origin)
-    return KernelChoice(signature.op, sites, chosen.spec.name, origin, asked, considered, signature.compiled)
+    return KernelChoice(signature.op, sites, chosen.spec.name, origin, asked, considered, signature.compiled, rule)
+
+
+def _place(op: str, request: _Request) -> str:
+    """Place in the job file of the request for an op."""
+    return f"kernels.{op}" if request.rule is None else f"kernels.{op}[{request.rule}]"
 
 
 def _built(chosen: Entry, signature: OpSignature) -> Callable[..., Any]:
@@ -311,10 +403,10 @@ def ops_elsewhere(model: nn.Module, here: Set[str]) -> frozenset[str]:
 
 def _others(alike: Mapping[str, OpSlot], facts: Mapping[str, Any]) -> dict[str, OpSlot]:
     """Slots assumed for a module of another rank: copies of slots that strategies added to modules of its class."""
-    return {
-        attribute: OpSlot(slot.op, slot.function, parts=slot.parts, **{**slot.static, **facts})
-        for attribute, slot in alike.items()
-    }
+    found = {attribute: copy(slot) for attribute, slot in alike.items()}  # subclasses refuse functions
+    for slot in found.values():
+        slot.static = {**slot.static, **facts}
+    return found
 
 
 class _Elsewhere:

@@ -403,6 +403,13 @@ def _check_writes(directory: Path, config: Any) -> None:
         raise CheckpointError(
             f"{directory} is a model of type {', '.join(names)}, which generates no text; use a causal language model"
         )
+    own = getattr(config, "d9d", None)
+    mask = own.get("attention_mask", "causal") if isinstance(own, Mapping) else "causal"
+    if mask != "causal" or getattr(config, "is_causal", True) is False:
+        raise CheckpointError(
+            f"{directory} is a model whose attention is not causal ({mask if mask != 'causal' else 'bidirectional'}), "
+            "but generation computes causal attention; use a causal language model"
+        )
 
 
 @contextmanager

@@ -74,6 +74,12 @@ class Samples:
                 f"{_SUBSCRIBER} needs full prompts, but mesh.cp is {event.job.mesh.cp}, so each rank "
                 "computes a part of their positions; remove the subscriber, or mesh.cp"
             )
+        mask = getattr(event.job.model, "attention_mask", "causal")
+        if mask != "causal":
+            raise JobError(
+                f"{_SUBSCRIBER} continues texts with causal attention, but model.attention_mask is {mask}; remove the "
+                "subscriber"
+            )
         self._job = event.job
 
     def _encode(self, event: ev.DataReady) -> None:

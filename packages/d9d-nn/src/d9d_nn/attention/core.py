@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from d9d_core.attention import Documents, MaskKind
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
@@ -20,7 +21,7 @@ from d9d_nn.ops.attention.slot import AttentionSlot
 
 
 class AttentionCore(nn.Module):
-    """Core of causal attention within documents; context parallelism replaces this module's forward.
+    """Core of attention within documents; context parallelism replaces this module's forward.
 
     Args:
         query_heads: N.
@@ -30,6 +31,8 @@ class AttentionCore(nn.Module):
         window: number of positions that a query attends to, including its own; ``None`` for all.
         softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for no cap.
         sinks: whether each call passes sinks, see the same function.
+        mask: kind of the mask: ``causal``, ``bidirectional`` or ``blocks``, see
+            :mod:`d9d_core.attention`.
 
     Raises:
         BuildError: there is a soft cap and there are sinks; or values are larger than keys.
@@ -45,6 +48,7 @@ class AttentionCore(nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        mask: MaskKind = "causal",
     ) -> None:
         super().__init__()
         if value_dim is not None and value_dim > head_dim:
@@ -66,6 +70,7 @@ class AttentionCore(nn.Module):
             window=window,
             softcap=softcap,
             sinks=sinks,
+            mask=mask,
         )
         self._function: Callable[..., Tensor] | None = None
 
@@ -110,7 +115,8 @@ class AttentionCore(nn.Module):
         """Replace the attention backend by a function; see :class:`d9d_core.model.SharesAttention`.
 
         Raises:
-            BuildError: the scores have a soft cap, which the function would ignore.
+            BuildError: the scores have a soft cap, which the function would ignore; or the function does not compute
+                this kind of mask.
         """
         if self.softcap is not None:
             raise BuildError(
@@ -127,7 +133,7 @@ class AttentionCore(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: AttentionMasks | Tensor | None = None,
+        documents: AttentionMasks | Documents = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`.
@@ -136,7 +142,8 @@ class AttentionCore(nn.Module):
             query: [B, S, N, D], or for a rank's own queries [B, S / cp, N, D].
             key: [B, S, K, D].
             value: [B, S, K, D], or the result of :meth:`fit`.
-            documents: int64 [B, S], or the masks shared by all layers; ``None`` if a sample is one document.
+            documents: int64 [B, S], also with blocks, or the masks shared by all layers; ``None`` if a sample is one
+                document.
             sinks: [N], if the core has sinks.
 
         Returns:

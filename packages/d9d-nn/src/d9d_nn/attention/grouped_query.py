@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from d9d_core.attention import Documents, MaskKind
+from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
@@ -47,6 +49,12 @@ class GroupedQueryAttention(nn.Module):
         output_gate: whether the output of each head is multiplied by the sigmoid of a gate, feature by feature (Qiu et
             al. 2025, "Gated Attention for Large Language Models", section 2.2). The query projection then has 2 D rows
             for each head: D of the query, then D of the gate.
+        mask: kind of the mask, see :mod:`d9d_core.attention`.
+        core: attention core to use, such as one of a subclass; it must have the same numbers of heads and features.
+            ``None`` for an :class:`~d9d_nn.attention.core.AttentionCore` with the given window, cap, sinks and mask.
+
+    Raises:
+        BuildError: the core has other heads; or a core and options of a core are given.
     """
 
     def __init__(
@@ -67,6 +75,8 @@ class GroupedQueryAttention(nn.Module):
         interleaved: bool = False,
         sinks: bool = False,
         output_gate: bool = False,
+        mask: MaskKind = "causal",
+        core: AttentionCore | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -81,14 +91,19 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = Linear(query_heads * head_dim, hidden_size, std=output_std, bias="o_proj" in biases)
         self.q_norm = None if head_norm_eps is None else norm(head_dim, eps=head_norm_eps)
         self.k_norm = None if head_norm_eps is None else norm(head_dim, eps=head_norm_eps)
-        self.core = AttentionCore(
-            query_heads=query_heads,
-            key_value_heads=key_value_heads,
-            head_dim=head_dim,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        if core is None:
+            core = AttentionCore(
+                query_heads=query_heads,
+                key_value_heads=key_value_heads,
+                head_dim=head_dim,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                mask=mask,
+            )
+        else:
+            _check_core(core, (query_heads, key_value_heads), head_dim, sinks=sinks, options=(window, softcap, mask))
+        self.core = core
         self.sinks = AttentionSinks(query_heads, std=std) if sinks else None
         self.rope = OpSlot("rope", rope, head_dim=self.rotary_dim)
         heads = {"head_dim": head_dim, "query_heads": query_heads, "key_heads": key_value_heads}
@@ -138,13 +153,14 @@ class GroupedQueryAttention(nn.Module):
         heads = {"q_proj": self._query_heads, "k_proj": self._key_value_heads, "v_proj": self._key_value_heads}
         return heads if self.sinks is None else heads | {"sinks": self._query_heads}
 
-    def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
         """Mix tokens of the same document by attention.
 
         Args:
             hidden: [B, S, H].
             rotation: rotation of each position.
-            documents: int64 [B, S], or the masks shared by all layers; ``None`` if a sample is one document.
+            documents: int64 [B, S], also with blocks, or the masks shared by all layers; ``None`` if a sample is one
+                document.
 
         Returns:
             [B, S, H].
@@ -156,7 +172,7 @@ class GroupedQueryAttention(nn.Module):
         mixed = self.core(query, key, value, documents, *sinks)  # [B, S, N, D]
         return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 
-    def _gated(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
+    def _gated(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
         places = (*hidden.shape[:2], -1)
         query, gate = self.q_proj(hidden).view(*places, 2 * self.head_dim).chunk(2, dim=-1)  # [B, S, N, D] each
         key = self.k_proj(hidden).view(*places, self.head_dim)  # [B, S, K, D]
@@ -203,3 +219,30 @@ class GroupedQueryAttention(nn.Module):
 
     def _projections(self) -> tuple[Linear, Linear, Linear]:
         return self.q_proj, self.k_proj, self.v_proj
+
+
+def _check_core(
+    core: AttentionCore,
+    heads: tuple[int, int],
+    head_dim: int,
+    *,
+    sinks: bool,
+    options: tuple[int | None, float | None, MaskKind],
+) -> None:
+    """Check that a given core fits the layer, and that no option is given that the core alone states.
+
+    Raises:
+        BuildError: the core does not fit, or an option would be ignored.
+    """
+    if options != (None, None, "causal"):
+        raise BuildError(
+            "model: GroupedQueryAttention got a core together with window, softcap or mask, which it would ignore; "
+            "give them to the core"
+        )
+    own = core.attention_heads(), core.head_features(), core.attention.op == "sink_attention"
+    if own != (heads, head_dim, sinks):
+        raise BuildError(
+            f"model: GroupedQueryAttention has {heads[0]} query and {heads[1]} key/value heads of {head_dim} features "
+            f"and sinks={sinks}, but its core has {own[0][0]} and {own[0][1]} of {own[1]} and sinks={own[2]}; make "
+            "them equal"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
+from d9d_core.attention import Documents, MaskKind
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
 from d9d_core.traits import TensorStyle
@@ -58,13 +59,22 @@ class LatentCore(AttentionCore):
         latent_dim: L.
         rotary_dim: R.
         window: see :class:`~d9d_nn.attention.core.AttentionCore`.
+        mask: see the same class.
     """
 
     def __init__(
-        self, *, heads: int, head_dim: int, value_dim: int, latent_dim: int, rotary_dim: int, window: int | None
+        self,
+        *,
+        heads: int,
+        head_dim: int,
+        value_dim: int,
+        latent_dim: int,
+        rotary_dim: int,
+        window: int | None,
+        mask: MaskKind = "causal",
     ) -> None:
         super().__init__(
-            query_heads=heads, key_value_heads=heads, head_dim=head_dim, value_dim=value_dim, window=window
+            query_heads=heads, key_value_heads=heads, head_dim=head_dim, value_dim=value_dim, window=window, mask=mask
         )
         self._latent = latent_dim, rotary_dim
         self._share: ContextShare | None = None
@@ -125,7 +135,8 @@ class MultiHeadLatentAttention(nn.Module):
         eps: epsilon of the norms of the latents.
         score_factor: factor of the scores in addition to 1 / sqrt(D), such as the square of YaRN's ``mscale``.
         biases: names of layers that have biases: ``down`` of the queries, ``kv_down`` and ``o_proj``.
-        window: number of positions that a token attends to, including its own; ``None`` for all earlier positions.
+        window: number of positions that a token attends to, including its own; ``None`` for all.
+        mask: kind of the mask, see :mod:`d9d_core.attention`.
     """
 
     def __init__(
@@ -144,6 +155,7 @@ class MultiHeadLatentAttention(nn.Module):
         score_factor: float = 1.0,
         biases: Collection[str] = (),
         window: int | None = None,
+        mask: MaskKind = "causal",
     ) -> None:
         super().__init__()
         self.nope_dim, self.rotary_dim, self.value_dim, self.latent_dim = nope_dim, rotary_dim, value_dim, latent_dim
@@ -167,6 +179,7 @@ class MultiHeadLatentAttention(nn.Module):
             latent_dim=latent_dim,
             rotary_dim=rotary_dim,
             window=window,
+            mask=mask,
         )
         self.rope = OpSlot("rope", rope, head_dim=rotary_dim)
 
@@ -204,13 +217,14 @@ class MultiHeadLatentAttention(nn.Module):
         """Projections that read latents instead of the hidden states."""
         return {"kv_up", "q_proj.up"} & self.tensor_parallel_heads().keys()
 
-    def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
         """Mix tokens of the same document by attention.
 
         Args:
             hidden: [B, S, H].
             rotation: rotation of each position, of R features.
-            documents: int64 [B, S], or the masks shared by all layers; ``None`` if a sample is one document.
+            documents: int64 [B, S], also with blocks, or the masks shared by all layers; ``None`` if a sample is one
+                document.
 
         Returns:
             [B, S, H].

@@ -57,6 +57,7 @@ class Classification(TextTask):
             JobError: the head is not found, or the data has classes, token ids or positions that the model lacks.
         """
         head = choose_head(model, self.head_kind, self.config.head)
+        self._makes_prefixes = getattr(model, "attention_mask", None) == "prefix"
         problems = exceeded(model, facts)
         if getattr(head, "num_classes", None) == 1:
             problems.append("model.heads: a head with one class cannot learn from labels; give it 2 or more")
@@ -89,7 +90,7 @@ class Classification(TextTask):
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
         """
-        own = own_positions_of_samples(microbatch, share)
+        own = own_positions_of_samples(self._with_prefixes(microbatch), share)
         return own if counts_samples(own) else {**own, "labels": torch.full_like(own["labels"], IGNORE)}
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -129,4 +130,4 @@ class TokenClassification(Classification):
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
         """
-        return own_positions(microbatch, share)
+        return own_positions(self._with_prefixes(microbatch), share)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from d9d_core.attention import Documents
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
@@ -63,7 +64,7 @@ class DecoderBlock(nn.Module):
         core: Any = self.attention.core
         return [core.attention]
 
-    def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
+    def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
         """Mix tokens of the same document: [B, S, H] to [B, S, H]; arguments as of :meth:`forward`."""
         return self.attention(normed, rotation, documents)  # type: ignore[no-any-return]
 
@@ -71,7 +72,7 @@ class DecoderBlock(nn.Module):
         self,
         hidden: Tensor,
         rotation: Rotation,
-        documents: AttentionMasks | Tensor | None,
+        documents: AttentionMasks | Documents,
         padding: Tensor | None = None,
     ) -> Tensor:
         """Map [B, S, H] to [B, S, H].
@@ -79,7 +80,7 @@ class DecoderBlock(nn.Module):
         Args:
             hidden: [B, S, H], the residual stream.
             rotation: see :class:`GroupedQueryAttention`.
-            documents: indices of documents int64 [B, S], or the attention masks made from them.
+            documents: indices of documents int64 [B, S], also with blocks, or the attention masks made from them.
             padding: bool [B, S], padded positions, which experts skip; ``None`` if there is no padding.
         """
         normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
@@ -129,7 +130,7 @@ class SandwichBlock(DecoderBlock):
         self,
         hidden: Tensor,
         rotation: Rotation,
-        documents: AttentionMasks | Tensor | None,
+        documents: AttentionMasks | Documents,
         padding: Tensor | None = None,  # noqa: ARG002 - for layers that route
     ) -> Tensor:
         """Map [B, S, H] to [B, S, H], see :meth:`DecoderBlock.forward`."""
@@ -178,6 +179,7 @@ def grouped_query_attention(
         interleaved=interleaved,
         sinks=sinks,
         output_gate=output_gate,
+        mask=config.mask_kind(),
     )
 
 

@@ -22,17 +22,20 @@ from d9d_nn.rope.scaling import Rope, RopeScaling
 
 #: Kind of a layer's attention, as transformers calls it.
 LayerType = Literal["full_attention", "sliding_attention"]
+#: Positions of its document that a token attends to.
+AttentionMask = Literal["causal", "bidirectional", "prefix", "blocks"]
 #: Name of a part of the vocabulary.
 _PART = re.compile("[a-z][a-z0-9_]*")
 #: Projections of attention, all of which may have biases.
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
-def keys_of(window: int | None, sequence_length: int) -> float:
+def keys_of(window: int | None, sequence_length: int, *, bidirectional: bool = False) -> float:
     """Average number of keys that a token attends to in a layer."""
-    # The triangle of causal attention, minus the triangle beyond the window.
+    # The triangle of causal attention, minus the triangle beyond the window; bidirectional attention has two of both.
     beyond = max(sequence_length - (window or sequence_length), 0)
-    return sequence_length / 2 - beyond**2 / (2 * sequence_length)
+    causal = sequence_length / 2 - beyond**2 / (2 * sequence_length)
+    return 2 * causal if bidirectional else causal
 
 
 class DecoderConfig(ModelConfig, ABC):
@@ -95,6 +98,10 @@ class DecoderConfig(ModelConfig, ABC):
     """Heads on the hidden states, by name; kinds: causal_lm, classification, token_classification, embedding,
     hidden_states."""
 
+    attention_mask: AttentionMask = "causal"
+    """Positions of its document that a token attends to: causal, its own and earlier ones; bidirectional, all, as in an
+    encoder; prefix, earlier ones, and all of the document's prefix; blocks, earlier ones, and all of its own block."""
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, value: Any) -> Any:
@@ -149,6 +156,18 @@ class DecoderConfig(ModelConfig, ABC):
         check_heads(value, hidden_size=hidden, num_layers=layers, tied=tied)
         return value
 
+    @field_validator("attention_mask")
+    @classmethod
+    def _hides_targets(cls, value: AttentionMask, info: ValidationInfo) -> AttentionMask:
+        heads = info.data.get("heads", {})
+        predicting = [name for name, head in heads.items() if head.kind == "causal_lm"]
+        if value == "bidirectional" and predicting:
+            raise ValueError(
+                f"with bidirectional attention the causal_lm head '{predicting[0]}' sees the tokens that it predicts; "
+                "set heads to others, such as an embedding or a classification head, or choose prefix"
+            )
+        return value
+
     @abstractmethod
     def feed_forward_parameters(self, layer: int) -> int:
         """Number of matrix elements that one token uses in the feed-forward part of this layer."""
@@ -173,9 +192,21 @@ class DecoderConfig(ModelConfig, ABC):
         """Number of matrix elements that one token uses in the attention part of this layer."""
         return 2 * self.hidden_size * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
 
+    def attended_keys(self, layer: int, sequence_length: int) -> float:
+        """Average number of keys that a token of this layer attends to.
+
+        Later keys inside of prefixes and blocks are not counted, because their number depends on the data.
+        """
+        bidirectional = self.attention_mask == "bidirectional"
+        return keys_of(self.window(layer), sequence_length, bidirectional=bidirectional)
+
+    def mask_kind(self) -> Literal["causal", "bidirectional", "blocks"]:
+        """Kind of mask of all attention cores; prefixes are blocks."""
+        return "blocks" if self.attention_mask == "prefix" else self.attention_mask
+
     def mixing_flops(self, layer: int, sequence_length: int) -> float:
         """FLOPs per token, forward and backward, with which this layer mixes tokens: attention scores and values."""
-        keys = keys_of(self.window(layer), sequence_length)
+        keys = self.attended_keys(layer, sequence_length)
         return 6.0 * self.num_attention_heads * (self.head_dim + self.value_features()) * keys
 
     def kind(self, layer: int) -> Hashable:
@@ -204,6 +235,10 @@ class MultiTokenConfig(DecoderConfig, ABC):
                 f"{', '.join(f'{name} ({head.kind})' for name, head in heads.items())}; set depths to 0, or keep only "
                 "a causal_lm head"
             )
+        kind = info.data.get("attention_mask", "causal")
+        if value.depths and kind != "causal":
+            # A position that sees a later one would see its own target, which is an input there.
+            raise ValueError(f"further tokens need attention_mask causal, not {kind}; set depths to 0")
         return value
 
     def multi_token(self) -> MultiTokenPrediction:

@@ -121,8 +121,26 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "max_positions": positions,
         "initialization": {"std": data["initializer_range"]},
         "heads": _heads(data, family),
+        **({"attention_mask": "bidirectional"} if data.get("is_causal", True) is False else {}),
         **ours,
     }
+
+
+def direction_json(config: DecoderConfig) -> dict[str, Any]:
+    """Field by which transformers 5 computes bidirectional attention; empty for other attention.
+
+    Raises:
+        CheckpointError: a layer has a window too, whose positions transformers counts differently.
+    """
+    if config.attention_mask != "bidirectional":
+        return {}
+    if any(config.window(layer) is not None for layer in range(config.num_layers)):
+        raise CheckpointError(
+            "config.json: bidirectional attention within a sliding window is not supported for this model, because "
+            "transformers counts the positions of such a window differently; use a model without sliding_window, or "
+            "keep the checkpoint in d9d's format"
+        )
+    return {"is_causal": False}
 
 
 def flag(data: Mapping[str, Any], name: str) -> bool:
@@ -289,6 +307,8 @@ def _own_fields(config: DecoderConfig) -> dict[str, Any]:
     if config.heads != DecoderConfig.model_fields["heads"].default:
         fields["heads"] = {name: head.model_dump(exclude_none=True) for name, head in config.heads.items()}
         fields["tie_embeddings"] = config.tie_embeddings
+    if config.attention_mask in ("prefix", "blocks"):
+        fields["attention_mask"] = config.attention_mask
     if config.added_tokens:
         fields["added_tokens"] = config.added_tokens
     if isinstance(config.rope_scaling, DynamicScaling):

@@ -24,7 +24,7 @@ from d9d_nn.costs import (
     rotation,
     silu_mul,
 )
-from d9d_nn.decoder.config import DecoderConfig, keys_of
+from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.stages import layers_of
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 
@@ -278,7 +278,7 @@ def attention_cost(
         if head_norms
         else rotation(tokens, queries + pairs, head, width)
     )
-    mixing = attention(tokens, keys_of(config.window(layer), share.length), queries, pairs, head, width)
+    mixing = attention(tokens, config.attended_keys(layer, share.length), queries, pairs, head, width)
     if sinks:
         mixing = replace(mixing, weights=(Weight("attention.sinks.weight", (int(queries),), cut=0),))
     ops = (

@@ -14,7 +14,8 @@ def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> flo
     experts, only the router and the experts of one token count. A classification head and the projection of an
     embedding head count once per sample. The second term counts attention scores and the mixing of values (Chowdhery et
     al. 2022, "PaLM", appendix B); if values have another size than keys, head_dim is the mean of both. keys is the
-    average number of keys that a token attends to: half of the sequence, or less with a sliding window. A layer without
+    average number of keys that a token attends to: half of the sequence, all of it if attention is bidirectional, or
+    less with a sliding window; see :meth:`DecoderConfig.attended_keys`. A layer without
     attention has another second term, see :meth:`DecoderConfig.mixing_flops`. Recomputation is not counted. With
     several heads, all heads are assumed to be trained. Each depth of multi-token prediction adds a layer, its
     projection, and the head once more.

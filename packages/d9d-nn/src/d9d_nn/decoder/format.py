@@ -11,7 +11,7 @@ from d9d_weights.hugging_face.family import Family
 from pydantic import ValidationError
 
 from d9d_nn.decoder.config import DecoderConfig
-from d9d_nn.decoder.config_json import check_computable, common_fields, common_json, kept_fields
+from d9d_nn.decoder.config_json import check_computable, common_fields, common_json, direction_json, kept_fields
 from d9d_nn.heads.config import STORED
 
 if TYPE_CHECKING:
@@ -61,6 +61,14 @@ class DecoderFormat(ABC, Generic[C]):
         """Config fields of this family that transformers does not have; ``config.json`` stores them unchanged."""
         return {}
 
+    def direction_json(self, config: C) -> dict[str, Any]:
+        """Write the fields by which transformers computes attention that is not causal.
+
+        Raises:
+            CheckpointError: transformers has no such model.
+        """
+        return direction_json(config)
+
     def config_json(self, config: C, dtype: str) -> dict[str, Any]:
         """Write the ``config.json`` that ``from_pretrained`` of transformers reads.
 
@@ -72,7 +80,7 @@ class DecoderFormat(ABC, Generic[C]):
             CheckpointError: Hugging Face layout has no such dtype, or cannot express the model.
         """
         common = common_json(config, self.family_of(config), dtype, self.own_fields(config))
-        return common | self.special_json(config)
+        return common | self.direction_json(config) | self.special_json(config)
 
     def kept_fields(self, source: Mapping[str, Any], config: C) -> dict[str, Any]:
         """Fields about tokens, labels and generation, copied from the pretrained model's config."""
@@ -98,7 +106,7 @@ class DecoderFormat(ABC, Generic[C]):
                 f"config.json: a value has a wrong type for a {name} model: {error}; correct it"
             ) from error
         try:
-            return self.config.model_validate(values, context=STORED)
+            config = self.config.model_validate(values, context=STORED)
         except ValidationError as error:
             problems = (
                 f"{'.'.join(map(str, line['loc']))}: {line['msg'].removeprefix('Value error, ')}"
@@ -107,6 +115,8 @@ class DecoderFormat(ABC, Generic[C]):
             raise CheckpointError(
                 f"config.json: values are invalid for a {name} model: {'; '.join(problems)}"
             ) from error
+        self.direction_json(config)  # raises for a window that transformers understands differently
+        return config
 
     def layers(self, config: C, stored: C) -> list[Mapper]:  # noqa: ARG002 - some families compare the two
         """Mappers of the layers' tensors, from files of a model with config ``stored`` to a model with ``config``."""

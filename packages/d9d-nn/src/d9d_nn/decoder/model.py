@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from d9d_core.attention import DocumentBlocks, Documents
 from d9d_core.errors import BuildError
 from d9d_core.model import ContextShare, Stage
 from d9d_core.traits import TensorStyle
 from d9d_core.types import TensorSpec
 from torch import Tensor, nn
 
-from d9d_nn.attention.masks import AttentionMasks, prepare_masks
+from d9d_nn.attention.masks import AttentionMasks, prepare_masks, separated_padding
 from d9d_nn.decoder.block import DecoderBlock
 from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.multi_token import MultiTokenLayers, lookup_ids
@@ -174,6 +175,7 @@ class DecoderModel(nn.Module):
         pooling_mask: Tensor | None = None,
         mtp_tokens: Tensor | None = None,
         mtp_targets: Tensor | None = None,
+        attention_blocks: Tensor | None = None,
         **layer_sums: Tensor,
     ) -> dict[str, Tensor]:
         """Run this stage.
@@ -194,6 +196,8 @@ class DecoderModel(nn.Module):
                 :func:`~d9d_nn.further_targets.further_targets`. A model that has all stages and all positions computes
                 both inputs itself if they are ``None``.
             mtp_targets: int64 [B, S, D], see ``mtp_tokens``.
+            attention_blocks: int64 [B, S], of all positions, for ``attention_mask`` prefix and blocks: tokens of a
+                document with equal numbers attend to each other in both directions; negative outside of blocks.
             layer_sums: [B, S, H] each, for later stages: the other outputs of the previous stage.
 
         Returns:
@@ -206,7 +210,8 @@ class DecoderModel(nn.Module):
 
         Raises:
             ValueError: the first stage got no tokens, a later stage did not get all outputs of the previous stage, or
-                the last stage needs ``mtp_tokens`` and ``mtp_targets`` and did not get them.
+                the last stage needs ``mtp_tokens`` and ``mtp_targets`` and did not get them; or ``attention_blocks`` is
+                missing, or given to a model that has no such blocks.
             TypeError: an input is unknown.
         """
         further = self._further(tokens, targets, documents, lengths, mtp_tokens, mtp_targets)
@@ -236,7 +241,7 @@ class DecoderModel(nn.Module):
         slots = [slot for layer in blocks for slot in layer.attention_slots()]
         if further is not None:
             slots += further.layers.attention_slots()
-        masks = prepare_masks(slots, documents, length, hidden.device)
+        masks = prepare_masks(slots, self._masked(documents, lengths, attention_blocks, length), length, hidden.device)
         padding = None
         if lengths is not None and self._routes:
             padding = places >= lengths.unsqueeze(1)
@@ -319,6 +324,25 @@ class DecoderModel(nn.Module):
         outputs = {name: tensor[:samples] for name, tensor in joined.items()}
         loss = further.layers.add_losses(outputs["token_loss"], joined["token_loss"][samples:])
         return {**outputs, "token_loss": loss}
+
+    def _masked(
+        self, documents: Tensor | None, lengths: Tensor | None, blocks: Tensor | None, length: int
+    ) -> Documents:
+        """Documents for attention, with the blocks; if later keys are visible, padding is a document of its own.
+
+        Raises:
+            ValueError: the model needs blocks and gets none, or the reverse.
+        """
+        kind = self.config.attention_mask
+        if (blocks is not None) != (kind in ("prefix", "blocks")):
+            problem = "has no use for" if blocks is not None else "needs"
+            raise ValueError(
+                f"{self.config.name} with attention_mask {kind} {problem} the input 'attention_blocks', the block of "
+                "each position; see the field attention_mask"
+            )
+        if kind != "causal" and lengths is not None:
+            documents = separated_padding(documents, lengths, length)
+        return documents if blocks is None else DocumentBlocks(documents, blocks)
 
 
 class _Further(NamedTuple):

@@ -68,6 +68,13 @@ class Distillation(TextTask):
         words = getattr(config.teacher, "vocab_size", None)
         if config.top_k is not None and isinstance(words, int) and config.top_k > words:
             problems.append(f"task.top_k: {config.top_k} words are more than the teacher's {words}; use null for all")
+        masks = [getattr(one, "attention_mask", "causal") for one in (model, config.teacher)]
+        self._makes_prefixes = "prefix" in masks
+        if len({mask in ("prefix", "blocks") for mask in masks}) > 1:
+            problems.append(
+                f"task.teacher: its attention_mask is {masks[1]} and the model's is {masks[0]}, but both get the "
+                "same inputs; choose equal ones"
+            )
         if problems:
             raise JobError("\n".join(problems))
 

@@ -57,9 +57,15 @@ class Generations:
 
         Raises:
             JobError: the head cannot be found; the data has token ids that the model does not have, or leaves no
-                positions for new tokens; or a sample of the data holds several rows.
+                positions for new tokens; a sample of the data holds several rows; or attention is not causal.
         """
         check_language_model(model, "causal_lm", self.config.head, facts)
+        mask = getattr(model, "attention_mask", "causal")
+        if mask != "causal":
+            raise JobError(
+                f"task: 'generations' continues texts with causal attention, but model.attention_mask is {mask}; use "
+                "another task, such as 'log_probs'"
+            )
         if is_packed(facts):
             raise JobError(
                 "data: a sample holds several rows, and only whole samples can be continued; use the dataset "

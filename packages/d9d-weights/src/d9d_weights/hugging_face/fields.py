@@ -16,7 +16,7 @@ __all__ = ["HARMLESS", "ONLY", "READ", "check_fields"]
 READ = frozenset(
     {
         "architectures", "attention_bias", "d9d", "head_dim", "hidden_size", "id2label", "initializer_range",
-        "intermediate_size", "layer_types", "max_position_embeddings", "max_window_layers", "model_type",
+        "intermediate_size", "is_causal", "layer_types", "max_position_embeddings", "max_window_layers", "model_type",
         "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "num_labels", "rms_norm_eps",
         "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window",
         "vocab_size",

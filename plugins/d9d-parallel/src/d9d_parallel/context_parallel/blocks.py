@@ -6,7 +6,9 @@ leave work queued on the device and must not synchronise; :class:`ReferenceBlock
 - ``prepare(queries, keys, documents, window, device) -> [(queries, keys, mask), ...]`` divides the block into parts.
   Positions of queries and keys are ranges in ascending order; ``documents`` is int64 [B, S] of all positions or
   ``None``; ``window`` is the number of positions that a query attends to, or ``None``. A part is a slice of the
-  queries, a slice of the keys, and the backend's data for it. No query may attend to a key outside of the parts.
+  queries, a slice of the keys, and the backend's data for it. No query may attend to a key outside of the parts. For
+  a kind of mask other than causal, which a backend's attribute ``mask_kinds`` must name, ``prepare`` also gets the
+  keyword ``mask``, see :mod:`d9d_core.attention`.
 - ``(query, key, value, mask) -> (out, total)`` computes a part, see :func:`attend`.
 - ``backward(grad, query, key, value, out, total, mask) -> gradients`` is its backward, given the output and the
   log-sum-exps of the whole attention, see :func:`attend_backward`.
@@ -21,10 +23,14 @@ head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from d9d_core.attention import MASK_KINDS, Documents, MaskKind, documents_and_blocks, function_refusal
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
 from torch import Tensor
 
 #: Largest number of scores that exist at a time.
@@ -39,52 +45,95 @@ class Block:
         query, key: positions of the first query and of the first key.
         documents: document indices of queries and keys, int64 [B, Q] and [B, T]; ``None`` if a sample is one document.
         window: number of positions that a query attends to, including its own; ``None`` for all.
+        kind: kind of the mask.
+        groups: the mask's blocks of queries and keys, int64 [B, Q] and [B, T]; ``None`` without blocks.
     """
 
     query: int
     key: int
     documents: tuple[Tensor, Tensor] | None = None
     window: int | None = None
+    kind: MaskKind = "causal"
+    groups: tuple[Tensor, Tensor] | None = None
 
     def is_seen(self, queries: int, keys: int) -> bool:
         """Whether some query may attend to some key, by their positions."""
+        if self.groups is not None:  # on the device: reading them would synchronise
+            return True
         near = self.window is None or self.query - (self.key + keys - 1) < self.window
+        if self.kind == "bidirectional":
+            return near and (self.window is None or self.key - (self.query + queries - 1) < self.window)
         return near and self.query + queries > self.key
 
     def mask(self, rows: slice, keys: int, device: torch.device) -> Tensor | None:
         """Attention mask of some queries, bool [B or 1, rows, T]; ``None`` if they attend to all keys of the block."""
         first, last = self.query + rows.start, self.query + rows.stop - 1
-        seen = None
-        if first < self.key + keys - 1 or (self.window is not None and last - self.key >= self.window):
+        seen, two_ways = None, self.kind == "bidirectional"
+        nearest, farthest = first - (self.key + keys - 1), last - self.key
+        beyond = self.window is not None and (farthest >= self.window or (two_ways and -nearest >= self.window))
+        if beyond or (nearest < 0 and not two_ways):
             places = torch.arange(self.key, self.key + keys, device=device)
             behind = torch.arange(first, last + 1, device=device)[:, None] - places
+            behind = behind.abs() if two_ways else behind
             seen = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
+        if self.groups is not None and seen is not None:
+            of_queries, of_keys = self.groups
+            own = of_queries[:, rows, None]
+            seen = seen | ((own == of_keys[:, None]) & (own >= 0))
         if self.documents is not None:
             of_queries, of_keys = self.documents
             alike = of_queries[:, rows, None] == of_keys[:, None]
             return alike if seen is None else alike & seen
-        return None if seen is None else seen[None]
+        return seen if seen is None or seen.dim() == 3 else seen[None]
+
+
+class BlockSlot(OpSlot):
+    """Slot of the op ``attention_block``, which refuses backends that do not compute its kind of mask."""
+
+    def refusal(self, function: Callable[..., Any]) -> str | None:
+        """Reason why a function cannot compute the mask of this slot; ``None`` if it can."""
+        return function_refusal(self.static, function)
+
+    def bind(self, backend: str, function: Callable[..., Any]) -> None:
+        """Replace the bound function.
+
+        Raises:
+            BuildError: the function does not compute the kind of mask.
+        """
+        if (refusal := self.refusal(function)) is not None:
+            raise BuildError(f"kernels.{self.op}: '{backend}' {refusal}; choose flex, or leave the choice to d9d")
+        super().bind(backend, function)
 
 
 class ReferenceBlocks:
-    """Reference backend in plain PyTorch: one block for each pair of a run of queries and a run of keys."""
+    """Reference backend in plain PyTorch: one block for each pair of a run of queries and a run of keys.
+
+    Attributes:
+        mask_kinds: see :mod:`d9d_core.attention`.
+    """
+
+    mask_kinds = MASK_KINDS
 
     def prepare(
         self,
         queries: Sequence[range],
         keys: Sequence[range],
-        documents: Tensor | None,
+        documents: Documents,
         window: int | None,
         device: torch.device,  # noqa: ARG002
+        *,
+        mask: MaskKind = "causal",
     ) -> list[tuple[slice, slice, Block]]:
         """Divide the attention into blocks; return the blocks in which, by position, a query may attend to a key."""
         found = []
+        numbers, groups = documents_and_blocks(documents)
         for rows, run in _places(queries):
             for columns, other in _places(keys):
-                of = None
-                if documents is not None:
-                    of = (documents[:, run.start : run.stop], documents[:, other.start : other.stop])
-                block = Block(run.start, other.start, of, window)
+                of, of_groups = (
+                    None if one is None else (one[:, run.start : run.stop], one[:, other.start : other.stop])
+                    for one in (numbers, groups)
+                )
+                block = Block(run.start, other.start, of, window, mask, of_groups)
                 if block.is_seen(len(run), len(other)):
                     found.append((rows, columns, block))
         return found

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from d9d_core.attention import MASK_KINDS, Documents, MaskKind
 from d9d_core.kernel import OpSlot
 from d9d_engine.distributed.positions import ZigzagPositions
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from d9d_parallel.context_parallel.blocks import ReferenceBlocks, merge_into
+from d9d_parallel.context_parallel.blocks import BlockSlot, ReferenceBlocks, merge_into
 from d9d_parallel.ranks import Ranks
 
 
@@ -31,11 +32,16 @@ class RingAttention:
 
     Args:
         ranks: ranks of the ring, in order.
+
+    Attributes:
+        mask_kinds: see :mod:`d9d_core.attention`.
     """
+
+    mask_kinds = MASK_KINDS
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.slot = OpSlot("attention_block", ReferenceBlocks())
+        self.slot = BlockSlot("attention_block", ReferenceBlocks())
         # Dynamo would trace sends and receives, which must start together.
         self._attend: Callable[..., Tensor] = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
@@ -48,16 +54,25 @@ class RingAttention:
         """Op slot of ``attention_block``, the attention to one rank's keys, by name."""
         return {"attention_block": self.slot}
 
-    def prepare(self, documents: Tensor | None, length: int, window: int | None, device: torch.device) -> Turns:
+    def prepare(
+        self,
+        documents: Documents,
+        length: int,
+        window: int | None,
+        device: torch.device,
+        *,
+        mask: MaskKind = "causal",
+    ) -> Turns:
         """Prepare the data of each turn, for all layers with this window.
 
         Args:
-            documents: int64 [B, S]; ``None`` if a sample is one document.
+            documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
             length: S.
             window: number of positions that a query attends to, including its own; ``None`` for all.
             device: device of queries and keys.
+            mask: kind of the mask.
         """
-        plan = Plan(self.ranks, length // (2 * self.ranks.size), documents, window, device, self.slot.function)
+        plan = Plan(self.ranks, length // (2 * self.ranks.size), documents, window, device, self.slot.function, mask)
         return Turns([plan.parts(plan.source(turn)) for turn in range(self.ranks.size)])
 
     def __call__(
@@ -65,7 +80,7 @@ class RingAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Turns | Tensor | None,
+        documents: Turns | Documents,
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -75,7 +90,8 @@ class RingAttention:
             query: [B, S / R, N, D]; positions in zigzag order, as for keys and values.
             key: [B, S / R, K, D].
             value: [B, S / R, K, D].
-            documents: result of :meth:`prepare`; or int64 [B, S], or ``None`` if a sample is one document.
+            documents: result of :meth:`prepare`; or int64 [B, S], also with blocks, or ``None`` if a sample is one
+                document.
             window: number of positions that a query attends to, including its own; ``None`` for all.
             sinks: [N], see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for none.
 
@@ -117,23 +133,26 @@ class Plan:
     Attributes:
         ranks: ranks of the ring.
         chunk: number of positions of a chunk; each rank has two chunks.
-        documents: int64 [B, S]; ``None`` if a sample is one document.
+        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
         window: number of positions that a query attends to; ``None`` for all.
         device: device of queries and keys.
         blocks: backend of the op ``attention_block``.
+        mask: kind of the mask.
     """
 
     ranks: Ranks
     chunk: int
-    documents: Tensor | None
+    documents: Documents
     window: int | None
     device: torch.device
     blocks: Any
+    mask: MaskKind = "causal"
 
     def parts(self, source: int) -> Sequence[Part]:
         """Blocks of the attention of this rank's queries to one rank's keys, without blocks that are masked out."""
         mine, theirs = (self._positions(rank) for rank in (self.ranks.rank, source))
-        found = self.blocks.prepare(mine, theirs, self.documents, self.window, self.device)
+        more = {} if self.mask == "causal" else {"mask": self.mask}
+        found = self.blocks.prepare(mine, theirs, self.documents, self.window, self.device, **more)
         return [Part(*part) for part in found]
 
     def source(self, turn: int) -> int:
@@ -274,7 +293,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Turns | Tensor | None,
+    documents: Turns | Documents,
     window: int | None,
     ring: RingAttention,
     sinks: Tensor | None,
@@ -285,7 +304,8 @@ def _attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     turns = documents
     if not isinstance(turns, Turns):
-        turns = ring.prepare(turns, query.shape[1] * ring.ranks.size, window, query.device)
+        kind: MaskKind = ring.slot.static.get("mask", "causal")
+        turns = ring.prepare(turns, query.shape[1] * ring.ranks.size, window, query.device, mask=kind)
     with torch.autocast(device, enabled=False):  # autocast would round products of scores
         out: Tensor = _Ring.apply(query, key, value, sinks, turns, ring)
     return out

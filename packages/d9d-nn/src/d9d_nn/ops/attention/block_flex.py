@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from d9d_core.attention import MASK_KINDS, Documents, MaskKind, mask_kind
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 
@@ -36,7 +37,7 @@ _log = logging.getLogger("d9d.attention")
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept causal attention on CUDA; if documents and windows hide nothing, sdpa has a higher priority."""
+    """Accept attention on CUDA with all kinds of masks; sdpa is preferred if documents and windows hide nothing."""
     decision = flex.supports(signature)
     if not decision.accept:
         return decision
@@ -54,7 +55,7 @@ def supports(signature: OpSignature) -> Decision:
 
 def build(signature: OpSignature) -> FlexBlocks:
     """Backend for this data; the function is compiled in its first call."""
-    of_one = signature.documents is False
+    of_one = signature.documents is False and mask_kind(signature.static) == "causal"
     # sdpa computes calls without documents and windows. If all calls are such, flex was chosen by name, or sdpa
     # refuses.
     plain = partial.refusal(signature) is None and not of_one
@@ -74,7 +75,12 @@ class FlexBlocks:
         of_one: do not read documents: each sample is one document, and no token sees the padding after it.
         plain: function for calls without documents and windows; by default ``attend``.
         shares: :func:`shares_of`, possibly compiled.
+
+    Attributes:
+        mask_kinds: see :mod:`d9d_core.attention`.
     """
+
+    mask_kinds = MASK_KINDS
 
     def __init__(
         self,
@@ -93,18 +99,21 @@ class FlexBlocks:
         self,
         queries: Sequence[range],
         keys: Sequence[range],
-        documents: Tensor | None,
+        documents: Documents,
         window: int | None,
         device: torch.device,
+        *,
+        mask: MaskKind = "causal",
     ) -> Sequence[tuple[slice, slice, BlockMask | bool]]:
         """Make the block mask of all queries and all keys, so that the compiled function always gets one shape.
 
         Args:
             queries: positions of the queries, in runs.
             keys: positions of the keys, in runs.
-            documents: int64 [B, S]; ``None`` if a sample is one document.
+            documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
             window: number of positions that a query sees, including its own; ``None`` for all.
             device: device of queries and keys.
+            mask: kind of the mask.
 
         Returns:
             For each call, the slice of the queries, the slice of the keys, and the mask. FlexAttention needs one call;
@@ -112,15 +121,15 @@ class FlexBlocks:
         """
         if self._of_one:
             documents = None
-        behind = max(run.stop for run in queries) - min(run.start for run in keys)  # more than any distance
-        if window is not None and window >= behind:
-            window = None
+        if mask == "causal":  # otherwise keys may also be later, or in the query's block
+            behind = max(run.stop for run in queries) - min(run.start for run in keys)  # more than any distance
+            window = None if window is not None and window >= behind else window
         if documents is None and window is None and self._plain is not None:
             return self._plain.prepare(queries, keys, None, None, device)
-        if not any(_sees(run, other, window) for run in queries for other in keys):
+        if mask == "causal" and not any(_sees(run, other, window) for run in queries for other in keys):
             return []
-        mask = positions_block_mask(documents, queries, keys, window, device)
-        return [(slice(0, mask.shape[-2]), slice(0, mask.shape[-1]), mask)]
+        blocks = positions_block_mask(documents, queries, keys, window, device, mask=mask)
+        return [(slice(0, blocks.shape[-2]), slice(0, blocks.shape[-1]), blocks)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | bool) -> tuple[Tensor, Tensor]:
         """Attend to the keys of a block.

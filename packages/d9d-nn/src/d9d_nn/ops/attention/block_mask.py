@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from d9d_core.attention import Documents, MaskKind, documents_and_blocks
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -18,58 +19,70 @@ if TYPE_CHECKING:
 BLOCK = 128
 
 
-def block_mask(documents: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
-    """Block mask for ``flex_attention``: causal, within documents and windows, the same for all heads.
+def block_mask(
+    documents: Documents, length: int, window: int | None, device: torch.device, *, mask: MaskKind = "causal"
+) -> BlockMask:
+    """Block mask for ``flex_attention``: of one kind, within documents and windows, the same for all heads.
 
     About sixty small kernels make the mask, without waiting for the device and without compilation.
 
     Args:
-        documents: int64 [B, S]; ``None`` if a sample is one document.
+        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
         length: S.
         window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
+        mask: kind of the mask, see :func:`d9d_nn.ops.attention.reference.visible`.
     """
     # Imports torch's symbolic shapes, which takes a second.
     from torch.nn.attention.flex_attention import BlockMask
 
     # Kernels look up documents for each score of a partly visible block: narrow numbers are faster.
-    numbers = None if documents is None else documents.to(torch.int32)
+    numbers, groups = _narrow(documents)
 
     def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        near = query >= key
-        if window is not None:
-            near = near & (query - key < window)
+        near = _is_near(query - key, window, mask)
+        if groups is not None:
+            near = near | ((groups[sample, query] == groups[sample, key]) & (groups[sample, key] >= 0))
         if numbers is None:
             return near
         return near & (numbers[sample, query] == numbers[sample, key])
 
-    partly, wholly = visible_blocks(numbers, length, window, device)
+    partly, wholly = visible_blocks(numbers, length, window, device, groups=groups, mask=mask)
     return BlockMask.from_kv_blocks(
         *_listed(partly), *_listed(wholly), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)
     )
 
 
 def queries_block_mask(
-    documents: Tensor | None, queries: Sequence[range], length: int, window: int | None, device: torch.device
+    documents: Documents,
+    queries: Sequence[range],
+    length: int,
+    window: int | None,
+    device: torch.device,
+    *,
+    mask: MaskKind = "causal",
 ) -> BlockMask:
     """Block mask of queries at some positions and all S keys; see :func:`positions_block_mask`.
 
     Args:
-        documents: int64 [B, S]; ``None`` if a sample is one document.
+        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
         queries: positions of the queries, in runs.
         length: S.
         window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
+        mask: kind of the mask.
     """
-    return positions_block_mask(documents, queries, [range(length)], window, device)
+    return positions_block_mask(documents, queries, [range(length)], window, device, mask=mask)
 
 
 def positions_block_mask(
-    documents: Tensor | None,
+    documents: Documents,
     queries: Sequence[range],
     keys: Sequence[range],
     window: int | None,
     device: torch.device,
+    *,
+    mask: MaskKind = "causal",
 ) -> BlockMask:
     """Block mask of queries and keys at some positions, with the rules of :func:`block_mask`.
 
@@ -77,25 +90,22 @@ def positions_block_mask(
     positions, and its keys too.
 
     Args:
-        documents: int64 [B, S]; ``None`` if a sample is one document.
+        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
         queries: positions of the queries, in runs.
         keys: positions of the keys, in runs.
         window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
+        mask: kind of the mask.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     places, others = _places(queries, device), _places(keys, device)  # [Q], [T]
-    of_queries = of_keys = None
-    if documents is not None:
-        numbers = documents.to(torch.int32)
-        of_queries, of_keys = (torch.cat([numbers[:, r.start : r.stop] for r in runs], 1) for runs in (queries, keys))
+    (of_queries, of_keys), (groups, key_groups) = (_at(numbers, queries, keys) for numbers in _narrow(documents))
 
     def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        behind = places[query] - others[key]
-        near = behind >= 0
-        if window is not None:
-            near = near & (behind < window)
+        near = _is_near(places[query] - others[key], window, mask)
+        if groups is not None and key_groups is not None:
+            near = near | ((groups[sample, query] == key_groups[sample, key]) & (key_groups[sample, key] >= 0))
         if of_keys is None or of_queries is None:
             return near
         return near & (of_queries[sample, query] == of_keys[sample, key])
@@ -103,9 +113,9 @@ def positions_block_mask(
     first, last = _ranges(places[None])
     start, end = _ranges(others[None])  # [1, blocks]
     farthest, nearest = last[:, :, None] - start[:, None], first[:, :, None] - end[:, None]  # [1, Q, K], for each pair
-    some, whole = farthest >= 0, nearest >= 0
-    if window is not None:
-        some, whole = some & (nearest < window), whole & (farthest < window)
+    some, whole = _near_blocks(nearest, farthest, window, mask)
+    if groups is not None and key_groups is not None:
+        some = some | _share_a_block(_ranges(groups), _ranges(key_groups))
     if len(others) % BLOCK:  # padding behind the keys is not visible
         whole = whole & (torch.arange(end.shape[1], device=device) < end.shape[1] - 1)
     if of_keys is not None and of_queries is not None:
@@ -122,6 +132,53 @@ def positions_block_mask(
     )
 
 
+def _narrow(documents: Documents) -> tuple[Tensor | None, Tensor | None]:
+    """Documents and blocks as int32 [B, S], each ``None`` if not given."""
+    numbers, groups = documents_and_blocks(documents)
+    return None if numbers is None else numbers.to(torch.int32), None if groups is None else groups.to(torch.int32)
+
+
+def _at(
+    numbers: Tensor | None, queries: Sequence[range], keys: Sequence[range]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Numbers [B, S] at the positions of queries and of keys, [B, Q] and [B, T]."""
+    if numbers is None:
+        return None, None
+    of_queries, of_keys = (torch.cat([numbers[:, r.start : r.stop] for r in runs], 1) for runs in (queries, keys))
+    return of_queries, of_keys
+
+
+def _is_near(behind: Tensor, window: int | None, mask: MaskKind) -> Tensor:
+    """Whether a query sees a key that is ``behind`` positions before it, by direction and window."""
+    if mask == "bidirectional":
+        behind = behind.abs()
+    near = behind >= 0
+    return near if window is None else near & (behind < window)
+
+
+def _near_blocks(nearest: Tensor, farthest: Tensor, window: int | None, mask: MaskKind) -> tuple[Tensor, Tensor]:
+    """Blocks that are visible in part or in whole, and blocks that are wholly visible, by direction and window.
+
+    Args:
+        nearest: distance from the last key of a block back from its first query.
+        farthest: distance from the first key of a block back from its last query.
+        window: number of positions that a query sees, including its own; ``None`` for all.
+        mask: kind of the mask.
+    """
+    if mask == "bidirectional":
+        limit = window if window is not None else torch.iinfo(torch.int32).max
+        return (nearest < limit) & (farthest > -limit), (farthest < limit) & (nearest > -limit)
+    some, whole = farthest >= 0, nearest >= 0
+    return (some, whole) if window is None else (some & (nearest < window), whole & (farthest < window))
+
+
+def _share_a_block(queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> Tensor:
+    """Whether some query and some key may be in one block of the mask, by smallest and largest numbers, [B, n] each."""
+    (low, high), (least, most) = queries, keys
+    overlap = (low[:, :, None] <= most[:, None]) & (least[:, None] <= high[:, :, None])
+    return overlap & (high[:, :, None] >= 0) & (most[:, None] >= 0)
+
+
 def _places(runs: Sequence[range], device: torch.device) -> Tensor:
     places = [torch.arange(run.start, run.stop, dtype=torch.int32, device=device) for run in runs]
     return torch.cat(places)
@@ -135,7 +192,13 @@ def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_blocks(
-    documents: Tensor | None, length: int, window: int | None, device: torch.device
+    documents: Tensor | None,
+    length: int,
+    window: int | None,
+    device: torch.device,
+    *,
+    groups: Tensor | None = None,
+    mask: MaskKind = "causal",
 ) -> tuple[Tensor, Tensor]:
     """Compute the partly visible and the wholly visible blocks of the score matrix, for a block mask.
 
@@ -147,6 +210,8 @@ def visible_blocks(
         length: S.
         window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of the results.
+        groups: integers [B, S], the mask's block of each position; ``None`` without blocks.
+        mask: kind of the mask.
 
     Returns:
         Two bools [B, Q, Q], B = 1 without documents; ``[..., query block, key block]``. No block is true in both.
@@ -154,14 +219,15 @@ def visible_blocks(
     count = -(-length // BLOCK)
     number = torch.arange(count, device=device)
     behind = number[:, None] - number  # [Q, Q], in blocks
-    some, whole = behind >= 0, behind > 0
-    if window is not None:  # a block's nearest and farthest pair of positions
-        some = some & (BLOCK * behind - (BLOCK - 1) < window)
-        whole = whole & (BLOCK * behind + (BLOCK - 1) < window)
+    nearest, farthest = BLOCK * behind - (BLOCK - 1), BLOCK * behind + (BLOCK - 1)
+    some, whole = _near_blocks(nearest, farthest, window, mask)
     missing = count * BLOCK - length
     if missing:  # padding behind the sample is not visible
-        whole = whole & (number[:, None] < count - 1)
+        whole = whole & (number[:, None] < count - 1) & (number < count - 1)
     some, whole = some[None], whole[None]
+    if groups is not None:
+        of_blocks = _ranges(groups)
+        some = some | _share_a_block(of_blocks, of_blocks)
     if documents is not None:
         padded = torch.cat([documents, documents[:, -1:].expand(-1, missing)], dim=1)
         blocks = padded.view(-1, count, BLOCK)

@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from d9d_core.attention import MASK_KINDS, Documents, MaskKind, mask_kind, mask_refusal
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
@@ -35,7 +36,7 @@ _log = logging.getLogger("d9d.attention")
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept FlexAttention for causal attention on CUDA; preferred to sdpa if documents or windows hide keys."""
+    """Accept FlexAttention on CUDA for all kinds of masks; preferred to sdpa if documents or windows hide keys."""
     head_dim = signature.static.get("head_dim", 16)
     if signature.device == "cpu":
         return Decision(accept=False, reason="FlexAttention has no backward on the CPU; use sdpa")
@@ -43,8 +44,8 @@ def supports(signature: OpSignature) -> Decision:
         return Decision(accept=False, reason=f"compiles for CUDA only, the device is {signature.device}")
     if signature.dtype not in _FLOATS:
         return Decision(accept=False, reason=f"needs one of {', '.join(_FLOATS)}, the model is {signature.dtype}")
-    if not signature.static.get("causal", True):
-        return Decision(accept=False, reason="computes causal attention only")
+    if refusal := mask_refusal(signature.static, *MASK_KINDS):
+        return Decision(accept=False, reason=refusal)
     if head_dim < 16:
         return Decision(accept=False, reason=f"its kernels need head_dim of 16 or more, here it is {head_dim}")
     if signature.op != "attention":
@@ -66,6 +67,8 @@ def _skipping(signature: OpSignature) -> str:
         skips = "the data packs documents: skips keys of other documents"
     elif window is not None:
         skips = f"skips keys outside of windows of {window}"
+    elif mask_kind(signature.static) == "blocks":
+        skips = "skips later keys outside of a query's own block"
     elif signature.documents is False:
         skips = "ranks of cp hold the queries of some positions: skips later keys"
     else:
@@ -77,8 +80,10 @@ def _skipping(signature: OpSignature) -> str:
 
 
 def _skips(signature: OpSignature) -> bool:
-    facts = signature.static
-    return signature.documents is not False or facts.get("window") is not None or facts.get("own_queries", False)
+    facts, kind = signature.static, mask_kind(signature.static)
+    if signature.documents is not False or facts.get("window") is not None or kind == "blocks":
+        return True
+    return bool(facts.get("own_queries")) and kind == "causal"
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
@@ -92,6 +97,7 @@ def build(signature: OpSignature) -> Callable[..., Tensor]:
         plain=plain,
         of_one=sdpa.of_one(signature),
         softcap=signature.static.get("softcap"),
+        mask=signature.static.get("mask", "causal"),
     )
 
 
@@ -104,9 +110,11 @@ class Flex:
         plain: function for calls in which nothing would be skipped, with mask ``None``; by default FlexAttention.
         of_one: do not read documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
         softcap: soft cap of the scores; ``None`` for no cap.
+        mask: kind of the mask.
 
     Attributes:
         takes_any_values: true, see :class:`d9d_nn.ops.attention.slot.AttentionSlot`.
+        mask_kinds: the kind that the function was built for, see :mod:`d9d_core.attention`.
     """
 
     takes_any_values = True
@@ -119,6 +127,7 @@ class Flex:
         plain: Callable[..., Tensor] | None = None,
         of_one: bool = False,
         softcap: float | None = None,
+        mask: MaskKind = "causal",
     ) -> None:
         # Imports torch's symbolic shapes, which takes a second and is not needed to refuse.
         from torch.nn.attention.flex_attention import AuxRequest, flex_attention
@@ -126,6 +135,8 @@ class Flex:
         self._sums = AuxRequest(lse=True)
         self._options = {} if softcap is None else {"score_mod": _capped(softcap)}
         self._window = window
+        self._mask = mask
+        self.mask_kinds = (mask,)
         self._plain = plain
         self._of_one = of_one
         self._attend: Callable[..., Any] = flex_attention
@@ -133,20 +144,21 @@ class Flex:
         self._compiled = {grad: compiled_alone(flex_attention) for grad in (False, True)} if compiled else None
         self._done: set[bool] = set()
 
-    def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> BlockMask | None:
+    def prepare(self, documents: Documents, length: int, device: torch.device) -> BlockMask | None:
         """Make the block mask of partly and wholly visible scores; ``None`` if nothing would be skipped."""
         if self._of_one:
             documents = None
         open_window = self._window is None or self._window >= length
         if documents is None and open_window and self._plain is not None:
             return None
-        return block_mask(documents, length, None if open_window else self._window, device)
+        return block_mask(documents, length, None if open_window else self._window, device, mask=self._mask)
 
     def prepare_queries(
-        self, documents: Tensor | None, queries: Sequence[range], length: int, device: torch.device
+        self, documents: Documents, queries: Sequence[range], length: int, device: torch.device
     ) -> BlockMask:
         """Make the block mask for queries at some positions, given in runs; see :func:`queries_block_mask`."""
-        return queries_block_mask(None if self._of_one else documents, queries, length, self._window, device)
+        documents = None if self._of_one else documents
+        return queries_block_mask(documents, queries, length, self._window, device, mask=self._mask)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, sinks: Tensor | None = None

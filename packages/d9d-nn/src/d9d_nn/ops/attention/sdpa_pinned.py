@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from d9d_core.attention import Documents
 from d9d_core.errors import JobError
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
@@ -82,7 +83,7 @@ class _Pinned(Sdpa):
         self._kernel = kernel
         self._backend: SDPBackend = _BACKENDS[kernel.name]
 
-    def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
+    def prepare(self, documents: Documents, length: int, device: torch.device) -> Tensor | None:
         if documents is not None and not self._kernel.masks and not self._of_one:
             raise JobError(
                 f"kernels.attention: {self._kernel.name} has no mask, but samples hold several documents; "

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from d9d_core.attention import Documents, MaskKind
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
@@ -33,7 +34,8 @@ def supports(signature: OpSignature) -> Decision:
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
     """Build the backend function for the window and the data of a signature."""
-    return SinkSdpa(signature.static.get("window"), of_one=sdpa.of_one(signature))
+    mask = signature.static.get("mask", "causal")
+    return SinkSdpa(signature.static.get("window"), of_one=sdpa.of_one(signature), mask=mask)
 
 
 class SinkSdpa:
@@ -42,26 +44,31 @@ class SinkSdpa:
     Args:
         window: number of positions that a query sees, including its own; ``None`` for all.
         of_one: do not read documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
+        mask: kind of the mask.
+
+    Attributes:
+        mask_kinds: the kind that the function was built for, see :mod:`d9d_core.attention`.
     """
 
-    def __init__(self, window: int | None, *, of_one: bool = False) -> None:
-        self._window, self._of_one = window, of_one
+    def __init__(self, window: int | None, *, of_one: bool = False, mask: MaskKind = "causal") -> None:
+        self._window, self._of_one, self._kind = window, of_one, mask
+        self.mask_kinds = (mask,)
 
-    def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor:
+    def prepare(self, documents: Documents, length: int, device: torch.device) -> Tensor:
         """Make the mask of all queries: bool [B, 1, S, S] with documents, else [S, S]."""
         return self._mask(documents, length, device, None)
 
     def prepare_queries(
-        self, documents: Tensor | None, queries: Sequence[range], length: int, device: torch.device
+        self, documents: Documents, queries: Sequence[range], length: int, device: torch.device
     ) -> Tensor:
         """Make the mask of queries at some positions, in runs: bool [B, 1, Q, S] with documents, else [Q, S]."""
         places = torch.cat([torch.arange(run.start, run.stop, device=device) for run in queries])
         return self._mask(documents, length, device, places)
 
-    def _mask(self, documents: Tensor | None, length: int, device: torch.device, places: Tensor | None) -> Tensor:
+    def _mask(self, documents: Documents, length: int, device: torch.device, places: Tensor | None) -> Tensor:
         if self._of_one or documents is None:
-            return visible(length, None, device, self._window, places)
-        return visible(length, documents, device, self._window, places)[:, None]
+            return visible(length, None, device, self._window, places, mask=self._kind)
+        return visible(length, documents, device, self._window, places, mask=self._kind)[:, None]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`; ``mask`` is from a method above."""

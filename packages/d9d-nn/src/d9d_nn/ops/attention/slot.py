@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from d9d_core.attention import Documents, MaskKind, function_refusal, mask_facts
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
 from torch import Tensor
 
 from d9d_nn.ops.attention.reference import attention
+
+#: Backend, window and kind of a mask.
+MaskKey: TypeAlias = tuple[str, int | None, MaskKind]
 
 
 class AttentionSlot(OpSlot):
@@ -26,7 +30,9 @@ class AttentionSlot(OpSlot):
     ``prepare_queries(documents, queries, length, device) -> mask`` can also compute queries at some positions, in runs
     (``range``), as context parallelism by ``all_gather`` needs. Under context parallelism, the static fact
     ``own_queries`` is true, so that backends without ``prepare_queries`` can refuse. A function with a true attribute
-    ``takes_any_values`` computes values of another size than keys; other functions get padded values.
+    ``takes_any_values`` computes values of another size than keys; other functions get padded values. A function
+    computes causal masks alone, unless its attribute ``mask_kinds`` names others; ``documents`` of kind ``blocks`` are
+    :class:`~d9d_core.attention.DocumentBlocks` if the microbatch has blocks.
 
     Args:
         query_heads: N.
@@ -36,6 +42,7 @@ class AttentionSlot(OpSlot):
         window: number of positions that a query sees, including its own; ``None`` for all.
         softcap: soft cap of the scores; ``None`` for no cap.
         sinks: whether calls have sinks.
+        mask: kind of the mask, see :mod:`d9d_core.attention`.
     """
 
     def __init__(
@@ -48,9 +55,10 @@ class AttentionSlot(OpSlot):
         value_dim: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        mask: MaskKind = "causal",
     ) -> None:
         assert not (sinks and softcap)  # the core refuses both at once
-        options: dict[str, Any] = {"window": window, "softcap": softcap}
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "mask": None if mask == "causal" else mask}
         facts: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
         if value_dim not in (None, head_dim):
             facts["value_dim"] = value_dim
@@ -61,18 +69,19 @@ class AttentionSlot(OpSlot):
             query_heads=query_heads,
             key_value_heads=key_value_heads,
             head_dim=head_dim,
-            causal=True,
             window=window,
+            **mask_facts(mask),
             **facts,
         )
-        self._prepare: Callable[[Tensor | None, int, torch.device], Any] = _documents
+        self._prepare: Callable[[Documents, int, torch.device], Any] = _documents
+        self.mask = mask
         self._share: ContextShare | None = None
         self._replacement: Callable[..., Tensor] | None = None
 
     @property
-    def mask_key(self) -> tuple[str, int | None]:
-        """Key for masks: backend and window, on which a mask depends besides the documents."""
-        return getattr(self._replacement, "backend", self.backend), self.static["window"]
+    def mask_key(self) -> MaskKey:
+        """Key for masks: backend, window and kind, on which a mask depends besides the documents."""
+        return getattr(self._replacement, "backend", self.backend), self.static["window"], self.mask
 
     @property
     def takes_any_values(self) -> bool:
@@ -80,7 +89,9 @@ class AttentionSlot(OpSlot):
         return self.backend == "reference" or getattr(self.function, "takes_any_values", False)
 
     def refusal(self, function: Callable[..., Any]) -> str | None:
-        """Reason why a function cannot compute the queries of this slot; ``None`` if it can."""
+        """Reason why a function cannot compute the mask or the queries of this slot; ``None`` if it can."""
+        if self._replacement is None and (refusal := function_refusal(self.static, function)) is not None:
+            return refusal
         if self._share is None or self._replacement is not None or hasattr(function, "prepare_queries"):
             return None
         return "needs queries of all positions of a sample, but ranks of cp hold only some"
@@ -89,7 +100,8 @@ class AttentionSlot(OpSlot):
         """Replace the called function, and the function that makes its masks.
 
         Raises:
-            BuildError: the rank holds the queries of some positions only, and the function has no ``prepare_queries``.
+            BuildError: the function does not compute this kind of mask; or the rank holds the queries of some
+                positions only, and the function has no ``prepare_queries``.
         """
         self._check(backend, function)
         super().bind(backend, function)
@@ -112,21 +124,30 @@ class AttentionSlot(OpSlot):
         Args:
             function: may have ``prepare(documents, length, window, device)``, which makes the mask for its calls, and
                 then needs a name in ``backend``: masks of the same name and window are equal. Without ``prepare``,
-                there are no masks.
+                there are no masks. If its ``mask_kinds`` name other kinds than causal, ``prepare`` gets the keyword
+                ``mask`` for these kinds.
+
+        Raises:
+            BuildError: the function does not compute this kind of mask.
         """
+        if (refusal := function_refusal(self.static, function)) is not None:
+            raise BuildError(
+                f"context_parallel: this method {refusal}; use method ulysses, which gives each rank whole samples"
+            )
         self._replacement = function
 
-    def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Any:
+    def prepare(self, documents: Documents, length: int, device: torch.device) -> Any:
         """Make the mask for calls.
 
         Args:
-            documents: int64 [B, S]; ``None`` if a sample is one document.
+            documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
             length: S.
             device: device of queries and keys.
         """
         if self._replacement is not None:
             prepare = getattr(self._replacement, "prepare", None)
-            return None if prepare is None else prepare(documents, length, self.static["window"], device)
+            more = {} if self.mask == "causal" else {"mask": self.mask}
+            return None if prepare is None else prepare(documents, length, self.static["window"], device, **more)
         if self._share is None:
             return self._prepare(documents, length, device)
         self._check(self.backend, self.function)
@@ -137,8 +158,8 @@ class AttentionSlot(OpSlot):
     def _check(self, backend: str, function: Callable[..., Any]) -> None:
         if (refusal := self.refusal(function)) is not None:
             raise BuildError(
-                f"kernels.attention: '{backend}' {refusal}; choose sdpa or flex, or another method of "
-                "context_parallel, such as ulysses"
+                f"kernels.{self.op}: '{backend}' {refusal}; choose sdpa or flex"
+                + ("" if self._share is None else ", or another method of context_parallel, such as ulysses")
             )
 
 
@@ -150,5 +171,5 @@ def _runs(places: Tensor) -> list[range]:
     return [range(first, first + end - start) for first, start, end in zip(firsts, starts, ends, strict=True)]
 
 
-def _documents(documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:  # noqa: ARG001
+def _documents(documents: Documents, length: int, device: torch.device) -> Documents:  # noqa: ARG001
     return documents

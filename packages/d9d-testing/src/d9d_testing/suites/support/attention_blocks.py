@@ -19,28 +19,34 @@ _RANKS = 2
 
 def block_slot(static: Mapping[str, Any]) -> OpSlot:
     """Op slot of ``attention_block`` in a ring, bound to the op's reference."""
-    return OpSlot("attention_block", Ref("d9d_parallel.context_parallel.blocks:ReferenceBlocks").load()(), **static)
+    slot: OpSlot = Ref("d9d_parallel.context_parallel.blocks:BlockSlot").load()(
+        "attention_block", Ref("d9d_parallel.context_parallel.blocks:ReferenceBlocks").load()(), **static
+    )
+    return slot
 
 
-def attend_in_turns(slot: OpSlot, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+def attend_in_turns(slot: OpSlot, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
     """Attention over all positions, combined from all turns of all ranks of a ring.
 
     Args:
-        slot: op slot; its static facts include the window.
+        slot: op slot; its static facts include the window and the kind of mask.
         query: [B, S, N, D].
         key: [B, S, K, D].
         value: [B, S, K, D].
-        documents: int64 [B, S]; ``None`` if a sample is one document.
+        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
 
     Returns:
         Output [B, S, N, D].
     """
-    parts = list(_parts(slot.function, query, documents, slot.static.get("window")))
+    more = {name: slot.static[name] for name in ("mask",) if name in slot.static}
+    parts = list(_parts(slot.function, query, documents, slot.static.get("window"), more))
     out: Tensor = _Turns.apply(query, key, value, slot.function, parts)
     return out
 
 
-def _parts(blocks: Any, query: Tensor, documents: Tensor | None, window: int | None) -> Iterator[tuple[Any, ...]]:
+def _parts(
+    blocks: Any, query: Tensor, documents: Any, window: int | None, more: Mapping[str, Any]
+) -> Iterator[tuple[Any, ...]]:
     """Yield the positions of queries, the positions of keys, and the mask of each block in each turn of the ring."""
     length, device = query.shape[1], query.device
     size = length // (2 * _RANKS)
@@ -49,7 +55,7 @@ def _parts(blocks: Any, query: Tensor, documents: Tensor | None, window: int | N
     places = [torch.cat([torch.arange(run.start, run.stop, device=device) for run in of_rank]) for of_rank in runs]
     for mine, own in zip(runs, places, strict=True):
         for theirs, others in zip(runs, places, strict=True):
-            for rows, columns, mask in blocks.prepare(mine, theirs, documents, window, device):
+            for rows, columns, mask in blocks.prepare(mine, theirs, documents, window, device, **more):
                 yield own[rows], others[columns], mask
 
 

@@ -41,9 +41,16 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def attention(
-    samples: int, length: int, query_heads: int, heads: int, features: int, window: int | None, packed: bool
+    samples: int,
+    length: int,
+    query_heads: int,
+    heads: int,
+    features: int,
+    window: int | None,
+    packed: bool,
+    mask: str = "causal",
 ) -> Call:
-    """Call of ``attention`` or ``attention_block``; ``packed`` samples hold two documents."""
+    """Call of ``attention`` or ``attention_block``; ``packed`` samples hold two documents, of a ``mask`` kind."""
     inputs = {
         "query": draw(samples, length, query_heads, features, seed=0),
         "key": draw(samples, length, heads, features, seed=1),
@@ -51,10 +58,14 @@ def attention(
     }
     if packed:
         inputs["documents"] = (torch.arange(length) >= length // 3).long() + torch.zeros(samples, length).long()
+    if mask == "blocks":  # runs of positions, of which each third is outside of blocks
+        inputs["blocks"] = (draw(samples, length, seed=6) > 0.8).long().cumsum(1) % 3 - 1
     static = {"query_heads": query_heads, "key_value_heads": heads, "head_dim": features, "window": window}
+    kind = {"causal": True} if mask == "causal" else {"causal": False, "mask": mask}
     name = f"query {list(inputs['query'].shape)}, key {list(inputs['key'].shape)}, window {window}"
     name += ", several documents" if packed else ", one document"
-    return Call(name, inputs, {"causal": True, **static}, documents=packed or None)
+    name += "" if mask == "causal" else f", {mask}"
+    return Call(name, inputs, {**kind, **static}, documents=packed or None)
 
 
 def gated_delta_rule(samples: int, length: int, heads: int, shared: int, features: int, packed: bool) -> Call:

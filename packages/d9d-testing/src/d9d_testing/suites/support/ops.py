@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import torch
+from d9d_core.attention import DocumentBlocks
 from d9d_core.kernel import OpSlot
 from d9d_core.plugin import Ref
 from torch import Tensor, nn
@@ -19,6 +20,22 @@ from d9d_testing.suites.support.calls import Call
 
 #: Powers of two and their neighbours, for full tiles, masked tiles, and several rows per tile.
 _SIZES = (1, 2, 3, 7, 8, 16, 17, 31, 64, 65, 100, 129)
+
+
+#: Samples, positions, query heads, key/value heads, features, window, and whether samples hold several documents.
+AttentionSizes = tuple[int, int, int, int, int, int | None, bool]
+#: Calls of attention that is not causal.
+_MASKED: Sequence[AttentionSizes] = (
+    (2, 7, 4, 2, 8, None, False),
+    (2, 9, 4, 2, 16, 3, False),
+    (2, 150, 2, 1, 32, None, True),
+    (2, 140, 2, 2, 32, 70, True),
+)
+_MASKED_BLOCKS: Sequence[AttentionSizes] = (
+    (2, 20, 3, 1, 16, None, False),
+    (2, 28, 4, 4, 16, None, True),
+    (3, 20, 6, 3, 24, 4, True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,7 @@ def _attentions() -> Sequence[Call]:
         calls.attention(1, 150, 2, 1, 64, None, False),
         calls.attention(2, 140, 4, 2, 32, None, True),
         calls.attention(1, 130, 2, 2, 32, 70, True),
+        *(calls.attention(*sizes, kind) for kind in ("bidirectional", "blocks") for sizes in _MASKED),
     ]
 
 
@@ -78,6 +96,7 @@ def _attention_blocks() -> Sequence[Call]:
         calls.attention(2, 28, 4, 4, 16, None, True),
         calls.attention(1, 20, 3, 1, 16, 7, False),
         calls.attention(3, 12, 6, 3, 24, 4, True),
+        *(calls.attention(*sizes, kind) for kind in ("bidirectional", "blocks") for sizes in _MASKED_BLOCKS),
     ]
 
 
@@ -86,20 +105,35 @@ def _attention_at_random(random: Random, multiple: int = 1) -> Call:
     window = random.choice([None, random.randint(1, length)])
     features = 8 * random.randint(1, 5)
     return calls.attention(
-        samples, length, heads * random.randint(1, 3), heads, features, window, random.random() < 0.5
+        samples,
+        length,
+        heads * random.randint(1, 3),
+        heads,
+        features,
+        window,
+        random.random() < 0.5,
+        random.choice(["causal", "bidirectional", "blocks"]),
     )
 
 
 def _invoke_attention(slot: Any, call: Call) -> Tensor:
     query = call.inputs["query"]
-    mask = slot.prepare(call.inputs.get("documents"), query.shape[1], query.device)
+    mask = slot.prepare(_documents(call), query.shape[1], query.device)
     out: Tensor = slot(query, call.inputs["key"], call.inputs["value"], mask)
     return out
 
 
 def _invoke_attention_blocks(slot: OpSlot, call: Call) -> Tensor:
     query, key, value = (call.inputs[name] for name in ("query", "key", "value"))
-    return attend_in_turns(slot, query, key, value, call.inputs.get("documents"))
+    return attend_in_turns(slot, query, key, value, _documents(call))
+
+
+def _documents(call: Call) -> Any:
+    """Documents of a call of attention, with the blocks of a call of this kind."""
+    documents, blocks = call.inputs.get("documents"), call.inputs.get("blocks")
+    if blocks is None:
+        return documents
+    return DocumentBlocks(documents, blocks)
 
 
 def _rms_norms() -> Sequence[Call]:
