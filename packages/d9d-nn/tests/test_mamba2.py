@@ -215,6 +215,7 @@ def test_states_and_steps_are_float32_also_for_narrow_weights() -> None:
     assert seen == [[narrow, wide, wide, narrow, narrow]]
 
 
+@pytest.mark.thorough
 def test_a_compiler_sees_one_graph_and_checkpointed_gradients_are_equal() -> None:
     layer, hidden = module(), torch.randn(1, 130, HIDDEN, requires_grad=True)
     layer.state_space_rule.bind("chunked", chunked)
