@@ -1,21 +1,26 @@
-"""Gated DeltaNet over ranks that have two chunks of each sample: the results of whole samples, by constant bytes."""
+"""Gated DeltaNet and Mamba-2 over ranks with two chunks of each sample: results of whole samples, constant bytes."""
 
 from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from d9d_core.strategy import StepShape
 from d9d_nn.delta.gated_delta_net import GatedDeltaNet
+from d9d_nn.state_space.mamba2 import Mamba2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+Kind = Literal["gated_delta_net", "mamba2"]
+KINDS: tuple[Kind, ...] = ("gated_delta_net", "mamba2")
 HIDDEN, HEADS = 6, {"key_heads": 2, "value_heads": 4, "key_dim": 3, "value_dim": 5}
+STATES = {"heads": 4, "head_dim": 5, "groups": 2, "state_dim": 3}
+of_each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Meeting:
@@ -50,13 +55,16 @@ class Share:
         return out
 
 
-def layer(dtype: torch.dtype = torch.float64, **options: Any) -> GatedDeltaNet:
+def layer(kind: Kind, dtype: torch.dtype = torch.float64, **options: Any) -> GatedDeltaNet | Mamba2:
     torch.manual_seed(0)
-    return GatedDeltaNet(HIDDEN, **HEADS, std=0.5, output_std=0.5, norm_eps=1e-6, **options).to(dtype)
+    common = {"std": 0.5, "output_std": 0.5, "norm_eps": 1e-6, **options}
+    if kind == "gated_delta_net":
+        return GatedDeltaNet(HIDDEN, **HEADS, **common).to(dtype)
+    return Mamba2(HIDDEN, **STATES, **common).to(dtype)
 
 
 def over_ranks(
-    module: GatedDeltaNet, ranks: int, hidden: Tensor, documents: Tensor | None, *, autocast: bool = False
+    module: GatedDeltaNet | Mamba2, ranks: int, hidden: Tensor, documents: Tensor | None, *, autocast: bool = False
 ) -> tuple[Tensor, int]:
     """Output of all positions, and the bytes of the tensors that a rank gathers."""
     meeting = Meeting(ranks)
@@ -83,6 +91,7 @@ def with_gradients(out: Tensor, module: nn.Module, hidden: Tensor) -> list[Tenso
     return [out, *torch.autograd.grad((out * weights).sum(), [hidden, *module.parameters()])]
 
 
+@of_each_kind
 @settings(max_examples=25, deadline=None)
 @given(
     ranks=st.integers(1, 4),
@@ -92,9 +101,9 @@ def with_gradients(out: Tensor, module: nn.Module, hidden: Tensor) -> list[Tenso
     width=st.integers(2, 5),
 )
 def test_ranks_compute_what_one_process_does(
-    ranks: int, chunk: int, samples: int, starts: list[bool] | None, width: int
+    kind: Kind, ranks: int, chunk: int, samples: int, starts: list[bool] | None, width: int
 ) -> None:
-    module, length = layer(width=width), 2 * ranks * chunk
+    module, length = layer(kind, width=width), 2 * ranks * chunk
     hidden = torch.randn(samples, length, HIDDEN, dtype=torch.float64, requires_grad=True)
     documents = None if starts is None else numbered(starts, samples, length)
     expected = with_gradients(module(hidden, documents), module, hidden)
@@ -103,16 +112,18 @@ def test_ranks_compute_what_one_process_does(
         torch.testing.assert_close(one, wanted, rtol=1e-7, atol=1e-9)
 
 
+@of_each_kind
 @pytest.mark.parametrize("packed", [False, True])
-def test_long_chunks_in_float32_are_close_to_one_process(packed: bool) -> None:
-    module, hidden = layer(torch.float32), torch.randn(1, 4 * 150, HIDDEN)
+def test_long_chunks_in_float32_are_close_to_one_process(kind: Kind, packed: bool) -> None:
+    module, hidden = layer(kind, torch.float32), torch.randn(1, 4 * 150, HIDDEN)
     numbers = (torch.arange(600) // 290)[None] if packed else None
     found, expected = over_ranks(module, 2, hidden, numbers)[0], module(hidden, numbers)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_autocast_rounds_as_much_over_ranks_as_in_one_process() -> None:
-    module, hidden = layer(torch.float32), torch.randn(2, 48, HIDDEN)
+@of_each_kind
+def test_autocast_rounds_as_much_over_ranks_as_in_one_process(kind: Kind) -> None:
+    module, hidden = layer(kind, torch.float32), torch.randn(2, 48, HIDDEN)
     exact = module(hidden)
     with torch.autocast("cpu", torch.bfloat16):
         alone = module(hidden)
@@ -120,8 +131,9 @@ def test_autocast_rounds_as_much_over_ranks_as_in_one_process() -> None:
     assert (meeting - alone).norm() < 0.2 * (alone - exact).norm()
 
 
-def test_no_rank_reads_another_document() -> None:
-    module, documents = layer(), torch.tensor([[0] * 7 + [1] + [2] * 16])
+@of_each_kind
+def test_no_rank_reads_another_document(kind: Kind) -> None:
+    module, documents = layer(kind), torch.tensor([[0] * 7 + [1] + [2] * 16])
     hidden = torch.randn(1, 24, HIDDEN, dtype=torch.float64)
     changed = hidden.clone()
     changed[:, :7] += 1
@@ -130,11 +142,15 @@ def test_no_rank_reads_another_document() -> None:
     assert not torch.allclose(before[:, :7], after[:, :7])
 
 
+@of_each_kind
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_exchanged_bytes_do_not_depend_on_the_length_and_are_declared(ranks: int) -> None:
-    module = layer(torch.float32)
+def test_exchanged_bytes_do_not_depend_on_the_length_and_are_declared(kind: Kind, ranks: int) -> None:
+    module = layer(kind, torch.float32)
     found = [over_ranks(module, ranks, torch.randn(3, length, HIDDEN), None)[1] for length in (32, 320)]
     assert found[0] == found[1]
+    before, ends = 3 * {"gated_delta_net": 2 * 2 * 3 + 4 * 5, "mamba2": 4 * 5 + 2 * 2 * 3}[kind], 3 * 2 * ranks * 4
+    states = {"gated_delta_net": 4 * 3 * (5 + 3), "mamba2": 4 * (3 * 5 + 1)}[kind]  # a transition is one number
+    assert found[0] == ends * (before + states)
     module.see_context(Share(Meeting(ranks), 0))
     assert module.op_slots() == {}
     for positions in (32 // ranks, None):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.kernel import OpSignature
-from d9d_nn.ops.gated_delta_rule import _affine_scan, chunked, chunked_from, gated_delta_rule, supports
+from d9d_nn.ops.chunks import affine_scan
+from d9d_nn.ops.gated_delta_rule import chunked, chunked_from, gated_delta_rule, supports
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -104,8 +105,8 @@ def test_a_compiler_sees_a_graph_that_does_not_grow_with_the_number_of_chunks() 
 def test_the_scan_over_chunks_is_a_sound_op() -> None:
     factors, added, begun = (torch.randn(2, 3, *size, dtype=torch.float64) for size in ((4, 2, 2), (4, 2, 5), (2, 5)))
     tensors = tuple(tensor.requires_grad_() for tensor in (factors, added, begun))
-    torch.library.opcheck(_affine_scan, tensors)
-    assert torch.autograd.gradcheck(_affine_scan, tensors)
+    torch.library.opcheck(affine_scan, tensors)
+    assert torch.autograd.gradcheck(affine_scan, tensors)
 
 
 @pytest.mark.parametrize("rule", [gated_delta_rule, chunked])
@@ -145,6 +146,18 @@ def test_a_decay_that_underflows_empties_the_state(rule: Rule, decay: float) -> 
     out = rule(query, key, value, strong, beta)
     documents = torch.tensor([[0] * 7 + [1] * 13])
     torch.testing.assert_close(out, gated_delta_rule(query, key, value, gentle, beta, documents), rtol=1e-4, atol=1e-5)
+
+
+def test_large_decays_do_not_round_the_decays_of_another_document() -> None:
+    tensors = inputs(1, 40, 1, 1, torch.float32)
+    strong = tensors[3].detach().clone()
+    strong[:, :20] = -80
+    documents = torch.tensor([[0] * 20 + [1] * 20])
+    expected = chunked(*tensors, documents)[:, 20:]
+    found = chunked(*tensors[:3], strong.requires_grad_(), tensors[4], documents)[:, 20:]
+    assert torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad(found.square().sum(), strong)
+    assert not gradient[:, :20].any()
 
 
 @pytest.mark.parametrize("rule", [gated_delta_rule, chunked])

@@ -200,6 +200,12 @@ class TestGatedDeltaRuleInChunks(KernelSuite):
     refused = ({"dtype": "int8"}, {"device": "mps"})
 
 
+class TestStateSpaceRuleInChunks(KernelSuite):
+    target = "state_space_rule.chunked"
+    dtypes = ("float64", "float32", "bfloat16", "float16")
+    refused = ({"dtype": "int8"},)
+
+
 class TestTorchRmsNorm(KernelSuite):
     target = "rms_norm.torch"
     asked = "cuda"

@@ -217,13 +217,14 @@ def d9d_kernels() -> Iterable[KernelSpec]:
             supports=Ref("d9d_nn.ops.silu_mul:recomputed_supports"),
             build=Ref(f"d9d_nn.ops.{op}:recomputed_build"),
         )
-    yield KernelSpec(
-        name="chunked",
-        summary="Matrix products within chunks of 64 positions, and one step from chunk to chunk.",
-        op="gated_delta_rule",
-        supports=Ref("d9d_nn.ops.gated_delta_rule:supports"),
-        build=Ref("d9d_nn.ops.gated_delta_rule:build"),
-    )
+    for op in ("gated_delta_rule", "state_space_rule"):
+        yield KernelSpec(
+            name="chunked",
+            summary="Matrix products within chunks of 64 positions, and one step from chunk to chunk.",
+            op=op,
+            supports=Ref(f"d9d_nn.ops.{op}:supports"),
+            build=Ref(f"d9d_nn.ops.{op}:build"),
+        )
     yield KernelSpec(
         name="grouped_mm",
         summary="torch.nn.functional.grouped_mm: all experts in one call; on CUDA bfloat16, without host reads.",

@@ -30,7 +30,7 @@ def hints_added() -> Iterator[None]:
                 error.message += f"; {hint}"  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]
         elif context is not None and (command := _UNKNOWN_COMMAND.match(error.message)):  # type: ignore[attr-defined]
-            if row := find(command[1], [f"command {context.command.name}", "command"]):
+            if row := find(command[1], [f"command {context.info_name}", "command"]):
                 error.message = f"{command[0]}; {row.hint(command[1])}."  # type: ignore[attr-defined]
             elif context.parent and error.message == f"{command[0]}.":  # type: ignore[attr-defined]
                 names = ", ".join(context.command.list_commands(context))

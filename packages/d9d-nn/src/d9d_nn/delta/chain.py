@@ -1,10 +1,13 @@
-"""Gated DeltaNet on a rank of context parallelism, which has two chunks of each sample's positions.
+"""Recurrent layers on a rank of context parallelism, which has two chunks of each sample's positions.
 
 The state after a chunk is an affine function of the state before it, ``M S + U``, for each head. Each rank computes M
 and U of its own chunks, all ranks gather all of them, and each rank composes the functions of the chunks before its
-own: the exchanged bytes do not depend on the length of samples. The rule runs once, on values with D_k further features
-that are zero, from the state ``[0 | 1]``: its outputs are ``[O | R]`` and its last state is ``[U | M]``, and with the
-state S before the chunk the outputs are ``O + R S``. From the first document border in a chunk on, M and R are zero.
+own: the exchanged bytes do not depend on the length of samples. With the state S before a chunk, outputs are
+``O + R S``. From the first document border in a chunk on, M and R are zero.
+
+For Gated DeltaNet, M is a matrix. Its rule runs once, on values with D_k further features that are zero, from the state
+``[0 | 1]``: the outputs are ``[O | R]`` and the last state is ``[U | M]``. For state-space models, M is a number, the
+decay over the chunk, and R is a vector C for each position, times the decay up to the position.
 
 A short convolution needs the last W - 1 positions before each chunk, which are gathered too.
 
@@ -14,21 +17,24 @@ heads, N value heads, D_k and D_v features of a key and value head. Chunks of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from d9d_core.model import ContextShare
+from d9d_core.strategy import ContextCall, Kind, StepShape
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from d9d_nn.delta.short_convolution import ShortConvolution
 from d9d_nn.ops.gated_delta_rule import chunked_from, without_autocast
+from d9d_nn.ops.state_space_rule import chunked_with_state
 
 __all__ = ["ContextChain"]
 
 
 class ContextChain:
-    """Computation of Gated DeltaNet for a rank's own chunks, equal to the computation of whole samples.
+    """Computation of recurrent layers for a rank's own chunks, equal to the computation of whole samples.
 
     Args:
         share: share of the positions: two chunks of equal length for each rank, in the order of positions.
@@ -92,6 +98,46 @@ class ContextChain:
             read: Tensor = torch.einsum("blnd,bndv->blnv", response, self._states(functions, of_values))
         return (plain + read).to(value.dtype)
 
+    def state_space_rule(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, documents: Tensor | None
+    ) -> Tensor:
+        """State-space rule with A [N], chunks [2 B, L, ...] of the other tensors, and documents as of :meth:`convolve`.
+
+        Collective over ``cp``, in forward and backward; see :func:`~d9d_nn.ops.state_space_rule.state_space_rule`.
+        """
+        numbers = None if documents is None else self._of_chunks(documents, 1)
+        out, last = chunked_with_state(x, dt, A, B, C, None if numbers is None else numbers[:, 1:])
+        decay = (dt * A).to(last.dtype).cumsum(1).exp()  # [2 B, L, N]
+        if numbers is not None:
+            decay = decay * (numbers[:, 1:] == numbers[:, :1])[..., None]
+        # The functions as the rows [U | M], where M is a number.
+        rows = torch.cat([last.flatten(2), decay[:, -1, :, None]], dim=-1).unsqueeze(2)
+        with without_autocast(x):
+            states = self._states(self.share.gather(torch.unflatten(rows, 0, (-1, 2))), rows.shape[-1] - 1)
+            by_group = states.view(len(x), B.shape[2], -1, *last.shape[2:])
+            read = torch.einsum("blgk,bgrkv->blgrv", C.to(last.dtype), by_group).flatten(2, 3)
+        return (out + decay[..., None] * read).to(x.dtype)
+
+    def collectives(self, step: StepShape, *, width: int, features: int, numbers: int) -> Iterator[ContextCall]:
+        """All-gathers of the positions before chunks and of the states, and the reductions of their gradients.
+
+        Their bytes do not depend on the length of samples, unless chunks are shorter than the convolutions.
+
+        Args:
+            step: shape of the step.
+            width: positions that a short convolution reads.
+            features: F, of all convolutions of this rank.
+            numbers: numbers of the affine functions of this rank's heads.
+        """
+        before = width - 1 if step.positions is None else min(width - 1, step.positions // 2)
+        chunks = step.samples * 2 * self.share.ranks
+        ends, states = chunks * before * features * step.itemsize, chunks * numbers * max(step.itemsize, 4)
+        kinds: tuple[tuple[bool, Kind], ...] = ((False, "all_gather"), (True, "reduce_scatter"))
+        for backward, kind in kinds:
+            what = "gradients of " if backward else ""
+            yield ContextCall(kind, ends, f"{what}positions before chunks", backward)
+            yield ContextCall(kind, states, f"{what}states of chunks", backward)
+
     def _states(self, functions: Tensor, of_values: int) -> Tensor:
         """States before this rank's chunks [2 B, N, D_k, D_v], from [U | M] of all chunks, [B, 2 R, N, D_k, ...]."""
         added, factor = torch.split(functions, [of_values, functions.shape[-1] - of_values], dim=-1)
@@ -130,3 +176,9 @@ def stacked(x: Tensor) -> Tensor:
 def joined(x: Tensor) -> Tensor:
     """Join chunks that :func:`stacked` separated: [2 B, L, ...] to [B, 2 L, ...]."""
     return torch.unflatten(x, 0, (-1, 2)).flatten(1, 2)
+
+
+def head_ranks(weight: Tensor) -> int:
+    """Number of ranks of ``tp`` that a weight is split over."""
+    names = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
+    return weight.device_mesh.size(names.index("tp")) if isinstance(weight, DTensor) and "tp" in names else 1

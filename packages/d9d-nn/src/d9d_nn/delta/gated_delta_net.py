@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
-from d9d_core.strategy import ContextCall, Kind, StepShape
+from d9d_core.strategy import ContextCall, StepShape
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from d9d_nn.delta.chain import ContextChain, joined, stacked
+from d9d_nn.delta.chain import ContextChain, head_ranks, joined, stacked
 from d9d_nn.delta.gates import MambaDecay
 from d9d_nn.delta.short_convolution import ShortConvolution
 from d9d_nn.linear import Linear
@@ -122,24 +121,12 @@ class GatedDeltaNet(nn.Module):
         self._chain = ContextChain(share)
 
     def context_collectives(self, step: StepShape) -> Iterator[ContextCall]:
-        """All-gathers of the positions before chunks and of the states, and the reductions of their gradients.
-
-        Their bytes do not depend on the length of samples, unless chunks are shorter than the convolutions.
-        """
+        """Collectives of a step, see :meth:`~d9d_nn.delta.chain.ContextChain.collectives`."""
         assert self._chain is not None  # see_context() comes first
-        keys, values = (heads // _head_ranks(self.decay_proj.weight) for heads in (self._key_heads, self._value_heads))
-        before = self.q_conv.weight.shape[1] - 1
-        if step.positions is not None:
-            before = min(before, step.positions // 2)
-        chunks = step.samples * 2 * self._chain.share.ranks
-        features = 2 * keys * self.key_dim + values * self.value_dim
-        ends = chunks * before * features * step.itemsize
-        states = chunks * values * self.key_dim * (self.key_dim + self.value_dim) * max(step.itemsize, 4)
-        kinds: tuple[tuple[bool, Kind], ...] = ((False, "all_gather"), (True, "reduce_scatter"))
-        for backward, kind in kinds:
-            what = "gradients of " if backward else ""
-            yield ContextCall(kind, ends, f"{what}positions before chunks", backward)
-            yield ContextCall(kind, states, f"{what}states of chunks", backward)
+        ranks, width = head_ranks(self.decay_proj.weight), self.q_conv.weight.shape[1]
+        keys, values = self._key_heads // ranks * self.key_dim, self._value_heads // ranks * self.value_dim
+        numbers = values * self.key_dim + self._value_heads // ranks * self.key_dim**2
+        return self._chain.collectives(step, width=width, features=2 * keys + values, numbers=numbers)
 
     def forward(self, hidden: Tensor, documents: Tensor | None = None) -> Tensor:
         """Mix tokens of the same document by the states of the heads.
@@ -173,23 +160,21 @@ class GatedDeltaNet(nn.Module):
         return query, key, torch.unflatten(value, -1, (-1, self.value_dim))
 
 
-def _head_ranks(weight: Tensor) -> int:
-    """Number of ranks of ``tp`` that a weight is split over."""
-    names = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
-    return weight.device_mesh.size(names.index("tp")) if isinstance(weight, DTensor) and "tp" in names else 1
-
-
 class GatedRMSNorm(nn.Module):
-    """RMSNorm of the last dim, scaled by a weight per feature and by ``silu(gate)``, in float32.
+    """RMSNorm of groups of features, scaled by a weight per feature and by ``silu(gate)``, in float32.
 
     Args:
         features: size of the last dim.
         eps: added to the mean square.
+        group_size: features of a group; ``None`` for all.
+        norm_before_gate: whether to multiply by the gate after the norm; otherwise before it.
     """
 
-    def __init__(self, features: int, *, eps: float) -> None:
+    def __init__(
+        self, features: int, *, eps: float, group_size: int | None = None, norm_before_gate: bool = True
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size or features, norm_before_gate
         self.weight = nn.Parameter(torch.empty(features))
         self.reset_parameters()
 
@@ -200,5 +185,8 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalise ``x`` [..., features] and multiply it by ``silu(gate)``; the result has the dtype of ``x``."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        normed = functional.rms_norm(x.to(wide), x.shape[-1:], eps=self.eps).to(x.dtype)
-        return ((self.weight * normed).to(wide) * functional.silu(gate.to(wide))).to(x.dtype)
+        factor = functional.silu(gate.to(wide))
+        gated = x.to(wide) if self.norm_before_gate else x.to(wide) * factor
+        groups = torch.unflatten(gated, -1, (-1, self.group_size))
+        out = self.weight * functional.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2).to(x.dtype)
+        return (out.to(wide) * factor).to(x.dtype) if self.norm_before_gate else out

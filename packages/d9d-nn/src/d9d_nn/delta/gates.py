@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["LogSigmoidDecay", "MambaDecay"]
+__all__ = ["LogSigmoidDecay", "MambaDecay", "MambaRates"]
 
 
-class MambaDecay(nn.Module):
-    """Decay ``-exp(A_log) * softplus(x + dt_bias)`` (Dao and Gu 2024, "Transformers are SSMs", section 7), in float32.
+class MambaRates(nn.Module):
+    """Parameters of decays: a rate ``-exp(A_log)`` and a bias ``dt_bias`` of the steps for each head.
 
     Args:
         heads: N.
@@ -31,7 +31,7 @@ class MambaDecay(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self._rates, self._times = rates, times
-        self.reset_parameters()
+        MambaRates.reset_parameters(self)  # a subclass has more parameters later
 
     def reset_parameters(self) -> None:
         """Draw the initial rates and times."""
@@ -44,10 +44,28 @@ class MambaDecay(nn.Module):
             # The inverse of softplus.
             self.dt_bias.add_(torch.log(-torch.expm1(-self.dt_bias)))
 
+    def rate(self, x: Tensor) -> Tensor:
+        """Rates [N], not positive, in the dtype of ``x`` or float32."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # An infinite rate times a step of zero would be NaN.
+        return -self.A_log.to(wide).clamp(max=math.log(torch.finfo(wide).max) - 1).exp()
+
+    def step(self, x: Tensor) -> Tensor:
+        """Steps ``softplus(x + dt_bias)`` of [..., N], the same shape, float32 or wider."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return functional.softplus(x.to(wide) + self.dt_bias.to(wide))
+
+
+class MambaDecay(MambaRates):
+    """Decay ``-exp(A_log) * softplus(x + dt_bias)`` (Dao and Gu 2024, "Transformers are SSMs", section 7), in float32.
+
+    Args:
+        heads, rates, times: see :class:`MambaRates`.
+    """
+
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., N] to decays, not positive, float32 or wider [..., N]."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return -self.A_log.to(wide).exp() * functional.softplus(x.to(wide) + self.dt_bias.to(wide))
+        return self.rate(x) * self.step(x)
 
 
 class LogSigmoidDecay(nn.Module):

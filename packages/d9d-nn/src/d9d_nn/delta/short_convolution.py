@@ -22,17 +22,22 @@ class ShortConvolution(nn.Module):
     Args:
         features: F.
         width: W.
+        bias: whether a bias [F] is added to the sum.
     """
 
-    def __init__(self, features: int, width: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, features: int, width: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(features, width))
+        self.register_parameter("bias", nn.Parameter(torch.empty(features)) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from a uniform distribution over ``[-1 / sqrt(W), 1 / sqrt(W)]``, as torch's convolutions."""
+        """Draw all parameters from a uniform distribution over ``[-1 / sqrt(W), 1 / sqrt(W)]``, as torch does."""
         bound = 1 / math.sqrt(self.weight.shape[1])
-        nn.init.uniform_(self.weight, -bound, bound)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
         """Map [B, S, F] to the same shape and dtype; sums are computed in float32 or wider.
@@ -51,4 +56,6 @@ class ShortConvolution(nn.Module):
                 same = documents[:, distance:] == documents[:, : length - distance]
                 earlier = earlier * functional.pad(same, (distance, 0)).unsqueeze(-1)
             out = out + earlier * weight[:, width - 1 - distance]
+        if self.bias is not None:
+            out = out + self.bias.to(dtype)
         return functional.silu(out).to(x.dtype)

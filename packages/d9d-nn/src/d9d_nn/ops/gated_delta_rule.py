@@ -15,20 +15,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 
+from d9d_nn.ops.chunks import (
+    CHUNK,
+    FLOATS,
+    affine_scan,
+    counted,
+    decays_between,
+    in_chunks,
+    reach,
+    starts_of,
+    without_autocast,
+)
+
 __all__ = ["CHUNK", "EPS", "chunked", "chunked_from", "counted", "gated_delta_rule", "without_autocast"]
 
 #: Added to the sum of squares of a query or key.
 EPS = 1e-6
-_FLOATS = ("float64", "float32", "bfloat16", "float16")
-#: Positions of a chunk. Work within a chunk grows with its length, and steps from chunk to chunk with their number.
-CHUNK = 64
 
 
 def gated_delta_rule(
@@ -50,7 +57,7 @@ def gated_delta_rule(
         [B, S, N, D_v] in the dtype of ``value``.
     """
     wide_query, wide_key, wide_value, wide_beta = _prepared(query, key, value, beta)
-    starts = _starts(documents, decay)
+    starts = starts_of(documents, decay)
     samples, length, heads, _ = value.shape
     state = wide_value.new_zeros(samples, heads, key.shape[-1], value.shape[-1])
     outputs = []
@@ -132,16 +139,10 @@ def chunked_from(
         return _chunks_from(state, *_prepared(query, key, value, beta), decay, documents, min(chunk, value.shape[1]))
 
 
-def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Context without autocast on the device of a tensor; autocast would round the factors of products."""
-    # There is no autocast on meta.
-    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
-
-
 def supports(signature: OpSignature) -> Decision:
     """Accept floating-point dtypes on CPU and CUDA; the reference makes a step for each position."""
-    if signature.dtype not in _FLOATS:
-        return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(_FLOATS)}")
+    if signature.dtype not in FLOATS:
+        return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(FLOATS)}")
     if signature.device not in ("cpu", "cuda"):
         return Decision(accept=False, reason=f"triangular systems are not solved on {signature.device}")
     return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions", priority=10)
@@ -150,13 +151,6 @@ def supports(signature: OpSignature) -> Decision:
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
     """Build the backend ``chunked``; its function is the same for every signature."""
     return chunked
-
-
-def counted(documents: Tensor) -> Tensor:
-    """Number documents [B, S] from 1 in order, so that positions with equal numbers are adjacent; the same shape."""
-    starts = _starts(documents, documents)
-    assert starts is not None
-    return starts.cumsum(1)
 
 
 def _chunks_from(
@@ -174,12 +168,11 @@ def _chunks_from(
     # Padding at the end changes nothing before it: no decay, no strength.
     padding = -length % chunk
     parts = (query, key, value, beta, decay.to(value.dtype))
-    q, k, v, b, g = (_in_chunks(part, padding, chunk) for part in parts)
+    q, k, v, b, g = (in_chunks(part, padding, chunk) for part in parts)
     g = g.clamp(min=math.log(torch.finfo(g.dtype).tiny))  # already a factor of 0; sums stay finite and precise
     total = g.cumsum(-1)  # [B, N, chunks, C]
-    same, reads, hands_on = _reach(documents, padding, chunk, samples, total)
-    # Exponents of hidden pairs may overflow, so they are masked first.
-    gamma = (total[..., :, None] - total[..., None, :]).masked_fill(~same, -torch.inf).exp()
+    same, reads = reach(documents, padding, chunk, samples, total)
+    gamma = decays_between(g, same)
     read = (total.exp() * reads)[..., None]  # decay from the state of the last chunk
     system = b[..., None] * gamma * (k @ k.mT)
     right = b[..., None] * torch.cat([v, k * read], dim=-1)
@@ -187,65 +180,15 @@ def _chunks_from(
     solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
     changes, corrections = solved.split([width, solved.shape[-1] - width], dim=-1)
     scores, queries = gamma * (q @ k.mT), q * read
-    last = total[..., -1:]
-    keys = k * ((last - total).exp() * hands_on)[..., None]
-    keep = (last.exp() * reads[..., -1:])[..., None]
+    keys = k * gamma[..., -1, :, None]
+    keep = read[..., -1:, :]
     state = v.new_zeros(samples, heads, k.shape[-1], width) if state is None else state
     # Only states go from chunk to chunk, each an affine function of the last one; the outputs follow in one product.
     factors = keep * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - keys.mT @ corrections
-    states = _affine_scan(factors, keys.mT @ changes, state)
+    states = affine_scan(factors, keys.mT @ changes, state)
     before = states[:, :, :-1]
     out = queries @ before + scores @ (changes - corrections @ before)
     return out.flatten(2, 3)[:, :, :length].transpose(1, 2), states[:, :, -1]
-
-
-# Ops of their own, because a compiler would unroll the loops over all chunks of a sample.
-@torch.library.custom_op("d9d_nn::affine_scan", mutates_args=())
-def _affine_scan(factors: Tensor, added: Tensor, begun: Tensor) -> Tensor:
-    """States ``S[i + 1] = factors[i] S[i] + added[i]``, with ``S[0] = begun``.
-
-    Shapes: factors [B, N, chunks, D_k, D_k], added [B, N, chunks, D_k, D_v], begun [B, N, D_k, D_v]; the result is
-    [B, N, chunks + 1, D_k, D_v].
-    """
-    states = [begun]
-    for factor, more in zip(factors.unbind(2), added.unbind(2), strict=True):
-        states.append(factor @ states[-1] + more)
-    return torch.stack(states, dim=2)
-
-
-@torch.library.custom_op("d9d_nn::affine_scan_gradients", mutates_args=())
-def _affine_scan_gradients(grad: Tensor, factors: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the factors, of the added matrices and of the first state, from the gradient of all states."""
-    total, found = grad[:, :, -1], []
-    for chunk in reversed(range(factors.shape[2])):
-        found.append(total)
-        total = grad[:, :, chunk] + factors[:, :, chunk].mT @ total
-    of_added = torch.stack(found[::-1], dim=2)
-    return of_added @ states[:, :, :-1].mT, of_added, total
-
-
-@_affine_scan.register_fake
-def _fake_scan(_factors: Tensor, added: Tensor, _begun: Tensor) -> Tensor:
-    samples, heads, chunks, *state = added.shape
-    return added.new_empty(samples, heads, chunks + 1, *state)
-
-
-@_affine_scan_gradients.register_fake
-def _fake_gradients(grad: Tensor, factors: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(factors), states.new_empty(states[:, :, 1:].shape), grad.new_empty(grad[:, :, 0].shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0], output)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    factors, states = ctx.saved_tensors
-    gradients: tuple[Tensor, Tensor, Tensor] = _affine_scan_gradients(grad, factors, states)
-    return gradients
-
-
-_affine_scan.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -258,39 +201,3 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> tuple[
         return (x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()).repeat_interleave(shared, dim=2)
 
     return normalised(query) * key.shape[-1] ** -0.5, normalised(key), value.to(wide), beta.to(wide)
-
-
-def _starts(documents: Tensor | None, decay: Tensor) -> Tensor | None:
-    """Whether a position is the first one of its document, bool [B, S]."""
-    if documents is None:
-        return None
-    first = torch.ones_like(documents[:, :1], dtype=torch.bool)
-    return torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1).to(decay.device)
-
-
-def _in_chunks(x: Tensor, padding: int, chunk: int) -> Tensor:
-    """Rearrange [B, S, N, ...] to [B, N, chunks, C, ...], with zeros after the last position."""
-    x = torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - 2), 0, padding))
-    return x.view(x.shape[0], -1, chunk, *x.shape[2:]).movedim(3, 1)
-
-
-def _reach(
-    documents: Tensor | None, padding: int, chunk: int, samples: int, like: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reach of positions: within a chunk, from the last chunk and to the next one; each with one dim for heads.
-
-    Returns:
-        Whether position t sees position s <= t, bool [B or 1, 1, chunks or 1, C, C]; 1 where a position continues the
-        document of the last chunk, and 1 where it belongs to the chunk's last document, [B or 1, 1, chunks or 1, C].
-    """
-    earlier = torch.ones(chunk, chunk, dtype=torch.bool, device=like.device).tril_()
-    if documents is None:
-        one = like.new_ones(1, 1, 1, chunk)
-        return earlier.view(1, 1, 1, chunk, chunk), one, one
-    # A document has one number in a sample only if its tokens are adjacent, so borders are counted instead.
-    numbers = counted(documents.to(like.device))
-    places = torch.cat([numbers, numbers[:, -1:].expand(-1, padding)], dim=1).view(samples, 1, -1, chunk)
-    # The first document continues the state before the first chunk.
-    before = torch.nn.functional.pad(places[..., -1], (1, 0), value=1)[..., :-1, None]
-    same = earlier & (places[..., :, None] == places[..., None, :])
-    return same, (places == before).to(like.dtype), (places == places[..., -1:]).to(like.dtype)

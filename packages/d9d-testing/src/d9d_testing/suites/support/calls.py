@@ -85,6 +85,23 @@ def gated_delta_rule(samples: int, length: int, heads: int, shared: int, feature
     return Call(name, inputs, static, documents=packed or None)
 
 
+def state_space_rule(samples: int, length: int, groups: int, shared: int, features: int, packed: bool) -> Call:
+    """Call of ``state_space_rule`` with ``groups`` groups of ``shared`` heads, whose states have twice the features."""
+    of_heads, of_groups = (samples, length, groups * shared), (samples, length, groups, 2 * features)
+    inputs = {
+        "x": draw(*of_heads, features, seed=0),
+        "dt": draw(*of_heads, seed=1).square(),
+        "A": -draw(groups * shared, seed=2).square(),
+        "B": draw(*of_groups, seed=3),
+        "C": draw(*of_groups, seed=4),
+    }
+    if packed:
+        inputs["documents"] = (draw(samples, length, seed=5) > 1).long().cumsum(1)
+    static = {"heads": groups * shared, "groups": groups, "head_dim": features, "state_dim": 2 * features}
+    name = f"x {[*of_heads, features]}, {groups} groups" + (", several documents" if packed else "")
+    return Call(name, inputs, static, documents=packed or None)
+
+
 def rms_norm(*shape: int) -> Call:
     """Call of ``rms_norm``."""
     inputs = {"x": draw(*shape, seed=0), "weight": draw(shape[-1], seed=1)}

@@ -183,12 +183,12 @@ def _swiglu_at_random(random: Random) -> Call:
     return calls.swiglu(_leading(random), 8 * random.randint(1, 6), 8 * random.randint(1, 6))
 
 
-_DELTA_RULES = ((2, 7, 2, 2, 4, False), (1, 1, 1, 1, 2, True), (1, 70, 2, 1, 8, True), (2, 130, 1, 3, 4, True))
+_RULES = ((2, 7, 2, 2, 4, False), (1, 1, 1, 1, 2, True), (1, 70, 2, 1, 8, True), (2, 130, 1, 3, 4, True))
 
 
-def _gated_delta_rule_at_random(random: Random) -> Call:
+def _rule_at_random(random: Random, make: Callable[..., Call]) -> Call:
     sizes = random.randint(1, 2), random.randint(1, 150), random.randint(1, 3), random.randint(1, 3)
-    return calls.gated_delta_rule(*sizes, random.randint(1, 9), random.random() < 0.7)
+    return make(*sizes, random.randint(1, 9), random.random() < 0.7)
 
 
 _ROPES = (
@@ -353,9 +353,15 @@ KNOWN_OPS: Mapping[str, Op] = {
     ),
     "gated_delta_rule": Op(
         partial(_plain_slot, "gated_delta_rule", "d9d_nn.ops.gated_delta_rule:gated_delta_rule"),
-        lambda: [calls.gated_delta_rule(*size) for size in _DELTA_RULES],
+        lambda: [calls.gated_delta_rule(*size) for size in _RULES],
         invoke_plainly,
-        at_random=_gated_delta_rule_at_random,
+        at_random=partial(_rule_at_random, make=calls.gated_delta_rule),
+    ),
+    "state_space_rule": Op(
+        partial(_plain_slot, "state_space_rule", "d9d_nn.ops.state_space_rule:state_space_rule"),
+        lambda: [calls.state_space_rule(*size) for size in _RULES],
+        invoke_plainly,
+        at_random=partial(_rule_at_random, make=calls.state_space_rule),
     ),
     "swiglu": Op(
         partial(_plain_slot, "swiglu", "d9d_nn.ops.swiglu:swiglu"),
