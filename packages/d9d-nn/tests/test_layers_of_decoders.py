@@ -191,7 +191,7 @@ def test_a_teacher_has_trained_weights_and_enough_words(
     ):  # fmt: skip
         monkeypatch.setattr(distillation, name, value)
     teacher = SimpleNamespace(vocab_size=11, pretrained=pretrained)
-    config = SimpleNamespace(head=None, teacher=teacher, teacher_head=None, top_k=top_k)
+    config = SimpleNamespace(name="distillation", head=None, teacher=teacher, teacher_head=None, top_k=top_k)
     (task_class,) = [
         value for value in vars(distillation).values()
         if isinstance(value, type) and value.__module__ == distillation.__name__ and hasattr(value, "first_pass")

@@ -197,5 +197,5 @@ def test_ids_have_a_common_beginning(one: list[int], other: list[int], common: i
 
 def test_the_command_offers_help_and_no_completion() -> None:
     info = SimpleNamespace(**vars(app.info))
-    assert (info.name, info.no_args_is_help, app._add_completion) == ("data", True, False)
+    assert (info.no_args_is_help, app._add_completion) == (True, False)
     assert app.pretty_exceptions_enable is False

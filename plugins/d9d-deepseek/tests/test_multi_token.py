@@ -383,6 +383,15 @@ def test_a_model_without_a_language_model_head_predicts_no_further_tokens() -> N
         changed(mtp={"depths": 1}, heads=heads)
 
 
+@pytest.mark.parametrize("kind", ["prefix", "blocks"])
+def test_no_position_sees_its_own_target_among_the_further_inputs(kind: str) -> None:
+    with pytest.raises(
+        ValidationError, match=f"further tokens need attention_mask causal, not {kind}; set depths to 0"
+    ):
+        changed(mtp={"depths": 1}, attention_mask=kind)
+    assert changed(mtp={"depths": 0}, attention_mask=kind).attention_mask == kind
+
+
 def test_a_resumed_run_may_change_the_weight_alone() -> None:
     config = changed(mtp={"depths": 1, "weight": 0.1})
     config.check_resume(changed(mtp={"depths": 1, "weight": 0.3}).model_dump())
