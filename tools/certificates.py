@@ -1,7 +1,8 @@
-"""Certify each type of language model in the installed transformers, and write docs/certificates.md.
+"""Certify each type of language model in the installed transformers and each family, and write docs/certificates.md.
 
     uv run python tools/certificates.py                  # all types; continues after an interruption
     uv run python tools/certificates.py gemma2 gpt_oss   # some types, to standard output
+    uv run python tools/certificates.py --families       # the families, which have plugins of their own
 
 Certificates are kept in build/certificates, by commit and by versions of torch and transformers.
 """
@@ -28,6 +29,9 @@ import d9d_pipeline.plugin as pipeline_plugin
 import d9d_transformers.plugin as transformers_plugin
 import d9d_verify.plugin as verify_plugin
 from d9d_core.errors import D9dError
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 from d9d_verify.certify.certificate import installed_versions
 from d9d_verify.certify.run import certify
@@ -52,24 +56,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--part", default="1/1", help="K/N: only every Nth type, from the Kth one")
+    parser.add_argument("--families", action="store_true", help="families instead of transformers' types")
     given = parser.parse_args()
-    place = ROOT / "build" / "certificates" / _key()
+    table = "families" if given.families else "types"
+    registry = discover(PluginPolicy()) if given.families else Registry.of(*PLUGINS)
+    place = ROOT / "build" / "certificates" / _key() / table
     place.mkdir(parents=True, exist_ok=True)
     part, parts = map(int, given.part.split("/"))
-    types = given.types or language_models()
+    known = families(registry) if given.families else language_models()
+    types = given.types or known
     for kind in types[part - 1 :: parts]:
         file = place / f"{kind}.json"
         if not file.exists():
-            row = certified(kind)
+            row = certified(kind, registry)
             file.write_text(json.dumps(row, indent=1) + "\n")
         print(shown(json.loads(file.read_text())), flush=True)
     rows = [json.loads(file.read_text()) for file in sorted(place.glob("*.json"))]
     if not given.types and len(rows) == len(types):
         facts = {name: version for name, version in installed_versions().items() if not name.startswith("d9d-")}
-        DATA.write_text(
-            json.dumps({"date": date.today().isoformat(), "versions": facts, "rows": rows}, indent=1) + "\n"
-        )
+        made = {"date": date.today().isoformat(), "versions": facts, "rows": rows}
+        DATA.write_text(json.dumps(json.loads(DATA.read_text()) | {table: made}, indent=1) + "\n")
         PAGE.write_text(page(json.loads(DATA.read_text())))
+
+
+def families(registry: Registry) -> list[str]:
+    """Models that have plugins of their own and a format of Hugging Face."""
+    specs = [entry.spec for entry in registry.entries("model")]
+    return sorted(
+        spec.name
+        for spec in specs
+        if isinstance(spec, ModelSpec) and spec.hugging_face is not None and "*" not in spec.model_types
+    )
 
 
 def language_models() -> list[str]:
@@ -80,12 +97,12 @@ def language_models() -> list[str]:
     return sorted({config.model_type for config in known})
 
 
-def certified(kind: str) -> Row:
-    """Row of a type: its cells, or the reason why it is refused, and the seconds that this took."""
+def certified(kind: str, registry: Registry) -> Row:
+    """Row of a type or family: its cells, or the reason why it is refused, and the seconds that this took."""
     started = time.monotonic()
     row: dict[str, Any] = {"type": kind, "refused": None, "cells": {}}
     try:
-        found = certify(kind, Registry.of(*PLUGINS), lambda _: None)
+        found = certify(kind, registry, lambda _: None)
     except D9dError as error:
         row["refused"] = str(error).splitlines()[0]
     except Exception as error:  # forwards of models raise anything
@@ -107,40 +124,59 @@ def shown(row: Row) -> str:
 
 def page(data: Mapping[str, Any]) -> str:
     """Markdown of the page."""
-    built = [row for row in data["rows"] if not row["refused"]]
-    cells = [standing for row in built for standing, _ in row["cells"].values() if standing != "not applicable"]
-    exact = cells.count("exact")
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(data["versions"].items()))
+    types, own = data["types"], data["families"]
+    built = [row for row in types["rows"] if not row["refused"]]
     lines = [
         "# Certificates",
         "",
-        f"<!-- written by tools/certificates.py, {data['date']} -->",
-        f"`d9d certify` of each type of language model in transformers, made on {data['date']} with {versions}: a",
-        "small model of the type, random weights, float32, by",
-        "[d9d-transformers](../plugins/d9d-transformers/README.md). A certificate holds for its config and these",
-        "versions only: `d9d certify DIR` makes the one of your model.",
+        "<!-- written by tools/certificates.py -->",
+        "`d9d certify` of small models with random weights, in float32. A certificate holds for its config and these",
+        "versions only: `d9d certify DIR` makes the one of your model. `=` exact up to rounding, `r` refused before",
+        "training, `!` differs, `·` does not apply. Reasons and deviations stand in",
+        "[certificates.json](certificates.json).",
         "",
-        f"{len(built)} of {len(data['rows'])} types train; {exact} of the {len(cells)} cells that apply to them are",
-        f"exact ({exact / max(1, len(cells)):.0%}). `=` exact up to rounding, `r` refused before training, `!`",
-        "differs, `·` does not apply. Reasons and deviations stand in [certificates.json](certificates.json).",
+        "## Families",
         "",
-        "| type | " + " | ".join(COLUMNS) + " |",
-        "|---|" + "---|" * len(COLUMNS),
-        *(_line(row) for row in built),
+        f"Models with [plugins of their own](which-checkpoints.md), made on {_made(own)}. {_exact(own['rows'])}.",
+        "",
+        *_table("family", own["rows"]),
+        "",
+        "## Types of transformers",
+        "",
+        f"Each type of language model in transformers, made on {_made(types)}, by",
+        "[d9d-transformers](../plugins/d9d-transformers/README.md); a family's plugin reads its types in its place.",
+        f"{len(built)} of {len(types['rows'])} types train. {_exact(built)}.",
+        "",
+        *_table("type", built),
         "",
         "## Cells that are refused or differ",
         "",
         "| reason | cells | types |",
         "|---|---|---|",
-        *_reasons(built),
+        *_reasons([*own["rows"], *built]),
         "",
         "## Types that are refused",
         "",
         "| type | reason |",
         "|---|---|",
-        *(f"| {row['type']} | {_text(row['refused'])} |" for row in data["rows"] if row["refused"]),
+        *(f"| {row['type']} | {_text(row['refused'])} |" for row in types["rows"] if row["refused"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _made(table: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(table["versions"].items()))
+    return f"{table['date']} with {versions}"
+
+
+def _exact(rows: Sequence[Row]) -> str:
+    cells = [standing for row in rows for standing, _ in row["cells"].values() if standing != "not applicable"]
+    exact = cells.count("exact")
+    return f"{exact} of the {len(cells)} cells that apply are exact ({exact / max(1, len(cells)):.0%})"
+
+
+def _table(head: str, rows: Sequence[Row]) -> list[str]:
+    return [f"| {head} | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS), *map(_line, rows)]
 
 
 def _line(row: Row) -> str:
