@@ -64,6 +64,11 @@ def encoder(table: ModuleType, tmp_path: Path) -> dict[str, Any]:
 PADDING = {"tokens": 0, "targets": -100, "positions": 0, "documents": 9}
 
 
+@pytest.fixture(autouse=True)
+def _ranks_import_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+
+
 class Items(Dataset[dict[str, list[int]]]):
     """Samples of several documents, each a question without targets and an answer.
 

@@ -281,6 +281,7 @@ def test_dynamic_scaling_of_positions_is_refused(table: ModuleType, tmp_path: Pa
 
 def build_without_split(values: dict[str, Any], plugins: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("d9d_nn.causal_lm.task.CausalLM.split_positions")
         patch.delattr("d9d_nn.text_task.TextTask.split_positions")
         build(values, plugins)
 

@@ -219,9 +219,14 @@ class DecoderModel(nn.Module):
         if self.stage.is_first:
             if tokens is None:
                 raise ValueError(f"the first pipeline stage of {self.config.name} needs the input 'tokens'")
-            # One look-up of all depths: what wraps the embedding sees one call.
-            embedded = self.embed(tokens if further is None else torch.cat((tokens, lookup_ids(further.tokens))))
-            hidden, ahead = embedded[: len(tokens)], embedded[len(tokens) :]
+            if further is None:
+                hidden = self.embed(tokens)
+            else:
+                # One look-up of all depths: what wraps the embedding sees one call.
+                ids = torch.cat((tokens, lookup_ids(further.tokens)))
+                sizes = [len(tokens), len(ids) - len(tokens)]
+                # Not as views, because compiled layers guard on views, and would be compiled twice.
+                hidden, ahead = torch.unsafe_split_with_sizes(self.embed(ids), sizes)
         if hidden is None:
             name = self.config.name
             raise ValueError(
