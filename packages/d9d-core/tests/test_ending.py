@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,3 +82,12 @@ def test_threads_that_the_interpreter_waits_for_are_described() -> None:
             thread.join()
     assert any("mine-False" in text for text in found)
     assert not any("mine-True" in text for text in found)
+
+
+def test_the_place_of_a_thread_is_the_code_that_waits_not_the_library_in_which_it_waits() -> None:
+    seen: list[str] = []
+    threading.Timer(0, lambda: seen.append(ending._place(sys._getframe(1)))).run()  # here, in no thread of its own
+    place, _, line = seen[0].rpartition(":")
+    assert place == __file__
+    assert "threading.Timer(" in Path(__file__).read_text().splitlines()[int(line) - 1]
+    assert ending._place(sys._getframe()).rpartition(":")[0] == __file__

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,11 @@ def save_over_faults(directory: str, rank: int, tolerate: int) -> list[Any]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_try_again_together(world: type[World], tmp_path: Path, rank: int) -> None:
     assert world(2).run(save_over_faults, str(tmp_path), rank, 2) == [[2, 0, 1], [2, 0, 0]]
+
+
+@pytest.mark.parametrize(("timeout", "longest"), [(40.0, 10.0), (100_000.0, 600.0)])
+def test_the_longest_pause_is_a_quarter_of_the_timeout_and_ten_minutes_at_most(
+    tmp_path: Path, timeout: float, longest: float
+) -> None:
+    store = CheckpointStore(tmp_path, timeout=timedelta(seconds=timeout))
+    assert store._attempts._longest_pause == longest

@@ -265,6 +265,25 @@ def main_goes_first(directory: str) -> bool:
     return there
 
 
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "per_machine", "expected"),
+    [
+        (0, 0, False, ["inside", "barrier"]), (2, 0, False, ["barrier", "inside"]), (2, 0, True, ["inside", "barrier"]),
+        (3, 1, True, ["barrier", "inside"]),
+    ],
+)  # fmt: skip
+def test_the_first_process_of_all_or_of_each_machine_goes_first(
+    monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, per_machine: bool, expected: list[str]
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(Topology, "barrier", lambda _: order.append("barrier"))
+    sizes = Mesh(dp_shard=4).sizes()
+    here = Topology(sizes=sizes, rank=rank, world_size=4, local_rank=local_rank, views=VIEWS)
+    with here.main_first(per_machine):
+        order.append("inside")
+    assert order == expected
+
+
 @pytest.mark.thorough
 def test_the_main_process_prepares_what_the_others_find(world: Any, tmp_path: Any) -> None:
     assert world(2).run(main_goes_first, str(tmp_path)) == [False, True]

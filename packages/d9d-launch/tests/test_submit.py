@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from d9d_core.cli import check
-from d9d_core.errors import JobError, LaunchError
+from d9d_core.errors import JobError, LaunchError, PluginError
 from d9d_core.launcher import EngineStatus, LaunchRequest, Submission
+from d9d_core.plugin import LauncherSpec, Ref
 from d9d_launch import engine
 from d9d_launch.commands import submit
 from d9d_testing.toy import plugin as toy
@@ -129,3 +130,13 @@ def test_groups_of_tensor_parallelism_are_checked_for_the_machines(call: Call, b
     assert box.calls == ["require"]
     call(*mesh, "--nodes", "4")  # the check of the job refuses another number of processes
     assert "check (8, None)" in box.calls
+
+
+def test_an_engine_without_its_library_says_what_to_install() -> None:
+    spec = LauncherSpec(
+        name="box", summary="", config=Ref("a:b"), build=Ref("a:b"), requires=frozenset({"import:no_box"})
+    )
+    entry = SimpleNamespace(spec=spec, __str__=lambda: "box")
+    registry: Any = SimpleNamespace(find=lambda kind, name: entry if (kind, name) == ("launcher", "box") else None)
+    with pytest.raises(PluginError, match=r"needs no_box; install it with: pip install no_box"):
+        engine.engine_config(registry, "box", {})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from d9d_planner.profile import measure
 from d9d_planner.profile.command import app
 from d9d_planner.profile.measure import Measured
 from d9d_planner.profile.verdict import Verdict, verdict
@@ -123,3 +124,11 @@ def test_the_cause_of_a_job_on_a_cpu_is_found(
     assert f"cause: {cause}: " in result.output
     assert re.search(r"step: [\d,.]+ ms, [\d,]+ tokens/s\n", result.output)
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+def test_what_no_kind_of_work_took_of_a_step_on_a_device_is_idle() -> None:
+    assert measure._with_idle({"matmul": 0.25, "idle": 9.0}, 1.0) == ({"matmul": 0.25, "idle": 0.75}, 1.0)
+    # The profiler slows down what it records.
+    assert measure._with_idle({"matmul": 1.5, "communication": 0.5}, 1.0) == (
+        {"matmul": 1.5, "communication": 0.5, "idle": 0.0}, 2.0,
+    )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from d9d_verify.certify import command
+from d9d_verify.certify import command, run
 from d9d_verify.certify.certificate import Cell, Certificate
 from typer.testing import CliRunner
 
@@ -43,8 +44,10 @@ def test_a_difference_fails_the_command(monkeypatch: pytest.MonkeyPatch, options
         return Certificate(target, None, "0" * 64, VERSIONS, cells)
 
     monkeypatch.setattr("d9d_verify.certify.run.certify", certified)
-    monkeypatch.setattr(command, "discover_plugins", lambda *_: SimpleNamespace())
-    result = CliRunner().invoke(command.app, ["m", *options])
+    found: list[Any] = []
+    monkeypatch.setattr(command, "discover_plugins", lambda *policy: found.append(policy))
+    result = CliRunner().invoke(command.app, ["m", "--plugin", "one.py", "--strict-plugins", *options])
+    assert found == [([Path("one.py")], False, True)]
     assert result.exit_code == 1
     assert "differs" in result.stdout
     assert ('"holds": false' in result.stdout) == bool(options)
@@ -52,3 +55,13 @@ def test_a_difference_fails_the_command(monkeypatch: pytest.MonkeyPatch, options
     assert "\x1b" not in result.stderr
     del cells[-1]
     assert CliRunner().invoke(command.app, ["m", *options]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [({"vocab_size": 50}, 50), ({"vocab_size": 1000}, 128), ({"vocab_size": "auto"}, "auto"), ({}, None)],
+)
+def test_a_certified_model_has_few_words(values: dict[str, Any], expected: object) -> None:
+    model = SimpleNamespace(model_dump=lambda mode, exclude: {**values, "left_out": sorted(exclude), "mode": mode})
+    found = run._with_few_words(model)
+    assert (found.get("vocab_size"), found["left_out"], found["mode"]) == (expected, ["pretrained"], "json")

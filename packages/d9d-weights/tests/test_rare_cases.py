@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from d9d_core.errors import CheckpointError
 from d9d_weights.checkpoint import manifest
 from d9d_weights.checkpoint import tensors as checkpoint
 from d9d_weights.checkpoint.manifest_model import _overlap
+from d9d_weights.files import remote
 from d9d_weights.graph.compose import Shard
 from d9d_weights.hugging_face import load
 from d9d_weights.model_card.card import ModelCard, fact_rows
@@ -169,3 +171,15 @@ def test_only_the_owner_of_a_template_process_ends_it() -> None:
     copy: Any = Child()
     process._end(copy, os.getpid() + 1)
     assert (copy.happened, copy.returncode) == (["closed"], 0)
+
+
+def test_a_small_remote_file_may_have_the_largest_size_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(remote, "MAX_JSON_BYTES", 10)
+    (tmp_path / "ten.json").write_bytes(b"0123456789")
+    (tmp_path / "more.json").write_bytes(b"0123456789a")
+    directory = remote.RemoteDirectory(tmp_path.as_uri())
+    assert directory.read("ten.json") == b"0123456789"
+    with pytest.raises(CheckpointError, match="it has more than 10 bytes, too many for this kind of file"):
+        directory.read("more.json")

@@ -40,6 +40,10 @@ class TestFla(KernelSuite):
     )  # fmt: skip
 
 
+def test_the_largest_key_is_accepted() -> None:
+    assert rules._unsupported_call(signature(static=STATIC | {"key_dim": 256})) is None
+
+
 def results(rule: Any, tensors: list[Tensor], documents: Tensor | None) -> dict[str, Tensor]:
     """Output and all gradients of a weighted sum."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]

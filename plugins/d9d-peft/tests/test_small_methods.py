@@ -11,6 +11,7 @@ from d9d_core.errors import BuildError
 from d9d_peft.config import DoraConfig, FullTuneConfig, LoraConfig, StackConfig
 from d9d_peft.full_tune import FullTune
 from d9d_peft.ia3.config import Ia3Config
+from d9d_peft.lora.linear import Down, Up
 from d9d_peft.stack import Stack, _layer
 from d9d_weights.graph.mappers import Identity
 from pydantic import ValidationError
@@ -156,3 +157,11 @@ def test_an_added_parameter_belongs_to_the_module_around_it_but_not_to_a_contain
     modules = {"a": nn.Linear(1, 1), "a.inner": nn.Module(), "a.terms": nn.ModuleDict()}
     found = {name: _layer(name, modules) for name in ("x", "a.x", "a.inner.x", "a.terms.bank.down", "b.c.x")}
     assert found == {"x": "", "a.x": "a", "a.inner.x": "a.inner", "a.terms.bank.down": "a.terms.bank", "b.c.x": ""}
+
+
+def test_the_first_factor_is_drawn_like_a_linear_layer_and_the_second_one_is_zero() -> None:
+    first, second = Down(400, 32, std=0.02), Up(32, 400, std=0.02)
+    for factor in (first, second):
+        factor.reset_parameters()
+    assert 0.99 / 20 < first.weight.abs().max().item() <= 1 / 20  # U(-1/sqrt(400), 1/sqrt(400))
+    assert not second.weight.any()

@@ -10,7 +10,7 @@ import torch
 from d9d_core.deferral import Deferral
 from d9d_core.kernel import OpSignature
 from d9d_quack import rules
-from d9d_quack.swiglu import _fake_forward, build, swiglu
+from d9d_quack.swiglu import _fake_backward, _fake_forward, build, swiglu
 from d9d_testing.suites.kernel import KernelSuite
 from torch import Tensor
 from torch.nn import functional
@@ -177,6 +177,8 @@ def test_dtypes_that_differ_are_refused() -> None:
     weights = [projection.weight for projection in (module.gate_proj, module.up_proj, module.down_proj)]
     with pytest.raises(TypeError, match="must all be bfloat16, or all float16, not torch.bfloat16, torch.float32"):
         swiglu(torch.randn(3, 16), *weights)
+    with pytest.raises(TypeError, match=r"must all be bfloat16, or all float16, not torch\.float32$"):
+        swiglu(torch.randn(3, 16), *(weight.float() for weight in weights))
 
 
 def signature(**changes: Any) -> OpSignature:
@@ -216,3 +218,16 @@ def test_shapes_of_the_compiled_layer_are_those_of_its_results() -> None:
     rows, gate = torch.empty(3, 8, device="meta"), torch.empty(5, 8, device="meta")
     out, both = _fake_forward(rows, gate, gate, torch.empty(8, 5, device="meta"))
     assert (out.shape, both.shape) == ((3, 8), (3, 10))
+
+
+@pytest.mark.parametrize(
+    ("needed", "sizes"),
+    [
+        ([True, False, False, True], [48, 0, 512]), ([False, True, False, False], [0, 1024, 0]),
+        ([False, False, True, False], [0, 1024, 0]),
+    ],
+)  # fmt: skip
+def test_a_compiler_sees_the_gradients_that_are_needed(needed: list[bool], sizes: list[int]) -> None:
+    rows, weight, down = torch.empty(3, 16), torch.empty(32, 16), torch.empty(16, 32)
+    found = _fake_backward(rows, rows, weight, weight, down, rows, needed)
+    assert [tensor.numel() for tensor in found] == sizes

@@ -104,6 +104,7 @@ def test_a_rank_knows_its_place_and_forgets_its_failure_in_an_earlier_start(
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (4, 6, 1, 3)
     assert (env.node_rank, env.num_nodes, env.master) == (1, 2, ("10.0.0.1", 5))
     assert (place, trains, causes) == (folder, False, [])
+    assert (first.node_rank, first.num_nodes) == (0, 2)
     assert first.master[0] == "127.0.0.1"
     assert first.master[1] > 1023  # a free port that needs no rights
     assert first_trains  # rank 0 says that the run trains

@@ -171,8 +171,8 @@ def test_paths_that_slurm_cannot_hold_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields",
     [{"partition": "a\n#SBATCH --uid=0"}, {"partition": "a --uid=0"}, {"account": "$(id)"}, {"constraint": 'a" --x'},
-     {"setup": ["a\nb"]}, {"export": ["A=B"]}, {"export": ["A,ALL"]}, {"minutes": "1:00"}, {"grace": 0},
-     {"grace": 70_000}, {"minutes": 2, "grace": 120}],
+     {"setup": ["a\nb"]}, {"setup": ["a\rb"]}, {"setup": ["a\0b"]}, {"export": ["A=B"]}, {"export": ["A,ALL"]},
+     {"minutes": "1:00"}, {"grace": 0}, {"grace": 70_000}, {"minutes": 2, "grace": 120}],
 )  # fmt: skip
 def test_options_that_would_add_lines_or_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,3 +77,28 @@ def test_sums_keep_dtypes_shapes_and_order_and_a_lost_member_ends_them() -> None
             ]  # fmt: skip
             assert all((tensor == 3).all() for tensor in found[:5])
             assert found[5].item() == 1.0
+
+
+class Backend:
+    """Stand-in of a process group: doubles the tensors that it reduces."""
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+
+    def allreduce(self, tensors: list[torch.Tensor], _options: object) -> SimpleNamespace:
+        self.devices.append(tensors[0].device.type)
+        tensors[0].mul_(2)
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.mark.parametrize("with_nccl", [True, False])
+def test_tensors_on_the_cpu_are_summed_by_gloo_and_others_by_nccl_if_it_is_there(with_nccl: bool) -> None:
+    made = ReplicaGroup.__new__(ReplicaGroup)
+    gloo, nccl = Backend(), Backend() if with_nccl else None
+    vars(made).update(_gloo=gloo, _nccl=nccl, _works=[])
+    value = torch.tensor([3.0])
+    made.reduce([value, torch.empty(2, device="meta")], "sum")
+    assert value.item() == 6
+    assert gloo.devices == (["cpu"] if nccl else ["cpu", "meta"])
+    assert nccl is None or nccl.devices == ["meta"]
+    assert len(made._works) == int(with_nccl)

@@ -323,6 +323,7 @@ def test_a_call_in_a_thread_returns_its_value_and_raises_its_error() -> None:
     goes_on = threading.Event()
     assert waited(goes_on.wait, lambda: True) is None
     goes_on.set()
+    assert waited(lambda: threading.Event().wait(0.5) or 5, lambda: False) == 5
 
 
 def test_a_replica_that_is_asked_to_stop_waits_for_the_others_no_longer(tmp_path: Path) -> None:

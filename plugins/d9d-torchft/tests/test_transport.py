@@ -152,3 +152,12 @@ def test_a_client_waits_for_an_offer_of_its_attempt_no_longer_than_the_timeout()
         fetch(server.address, TOKEN, "key", {}, 5.0)
     server.close()
     assert not is_there(server.address, TOKEN)
+
+
+@pytest.mark.parametrize(("block", "text"), [(b"[1]", "is no JSON object"), (b"{", "is not JSON"), (b"1", "no JSON")])
+def test_a_block_is_one_json_object(block: bytes, text: str) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        here.sendall(len(block).to_bytes(8, "big") + block)
+        with pytest.raises(TransportError, match=text):
+            transport._received_json(there, 100)

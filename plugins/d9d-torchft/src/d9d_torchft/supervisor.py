@@ -133,7 +133,7 @@ class Supervisor:
         )
         thread = threading.Thread(target=self._forward, args=(name, process), daemon=True)
         thread.start()
-        self._forwarding = [*(one for one in self._forwarding if one.is_alive()), thread]
+        self._forwarding.append(thread)
         return process
 
     def _forward(self, name: str, process: subprocess.Popen[str]) -> None:

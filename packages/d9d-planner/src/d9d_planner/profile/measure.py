@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,9 +79,7 @@ def measure(trainer: Trainer, warmup: int, timed: int, recorded: int) -> Measure
     kinds, total = _recorded(device, recorded, one_step, trainer)
     step = (end - begin) / timed
     if device.type != "cpu":
-        busy = sum(taken for kind, taken in kinds.items() if kind != "idle")
-        total = max(step, busy)
-        kinds["idle"] = total - busy
+        kinds, total = _with_idle(kinds, step)
     return Measured(
         step=step,
         waits=sum(waits for waits, _, _ in taken) / timed,
@@ -93,6 +91,13 @@ def measure(trainer: Trainer, warmup: int, timed: int, recorded: int) -> Measure
         memory=memory,
         on_device=device.type != "cpu",
     )
+
+
+def _with_idle(kinds: Mapping[str, float], step: float) -> tuple[dict[str, float], float]:
+    """Seconds by kind of work, of which ``idle`` fills up the seconds of a step, and the seconds of the step."""
+    busy = sum(taken for kind, taken in kinds.items() if kind != "idle")
+    total = max(step, busy)
+    return {**kinds, "idle": total - busy}, total
 
 
 def _recorded(

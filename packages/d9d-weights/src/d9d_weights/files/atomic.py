@@ -103,7 +103,7 @@ def replacing(path: Path) -> Iterator[Path]:
         move(temporary, path)
     except BaseException:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
         raise
 
 

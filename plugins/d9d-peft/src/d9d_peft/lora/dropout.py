@@ -24,8 +24,7 @@ def dropped(x: Tensor, fraction: float, training: bool, share: tuple[int, int] =
     if not training:
         return x
     # All ranks draw for all features, as one process would; their generators stay in the same state, so that layers
-    # with
-    # the whole input on every rank drop the same inputs on all of them.
+    # with the whole input on every rank drop the same inputs on all of them.
     whole = torch.ones(*x.shape[:-1], parts * x.shape[-1], dtype=x.dtype, device=x.device)
     kept = functional.dropout(whole, fraction).chunk(parts, dim=-1)[part] != 0
     return x * kept / (1 - fraction)
