@@ -134,7 +134,7 @@ def test_groups_of_tensor_parallelism_are_checked_for_the_machines(call: Call, b
 
 def test_an_engine_without_its_library_says_what_to_install() -> None:
     spec = LauncherSpec(
-        name="box", summary="", config=Ref("a:b"), build=Ref("a:b"), requires=frozenset({"import:no_box"})
+        name="box", summary="Box.", config=Ref("a:b"), build=Ref("a:b"), requires=frozenset({"import:no_box"})
     )
     entry = SimpleNamespace(spec=spec, __str__=lambda: "box")
     registry: Any = SimpleNamespace(find=lambda kind, name: entry if (kind, name) == ("launcher", "box") else None)
