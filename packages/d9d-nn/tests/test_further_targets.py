@@ -133,6 +133,6 @@ def test_a_weight_without_depths_is_refused() -> None:
     assert MultiTokenPrediction(depths=1, weight=0.1).terms() == ("mtp_loss",)
     assert MultiTokenPrediction(depths=2).terms() == ("mtp_loss_1", "mtp_loss_2")
     with pytest.raises(
-        ValidationError, match=r"0.1 has no effect while depths is 0; set depths to 1 or more, or remove"
+        ValidationError, match=r"weight has no effect without depths; set depths to 1 or more, or remove weight"
     ):
         MultiTokenPrediction(weight=0.1)

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import CheckpointError
+from d9d_core.job_file.pretrained import with_stored_sizes
 from d9d_core.model import Stage
+from d9d_core.registry.registry import Registry
+from d9d_deepseek import plugin
 from d9d_deepseek.config import DeepSeekConfig, tiny
 from d9d_deepseek.hugging_face import DeepSeekHuggingFace
 from d9d_deepseek.model import DeepSeek
@@ -397,3 +400,21 @@ def test_a_resumed_run_may_change_the_weight_alone() -> None:
     config.check_resume(changed(mtp={"depths": 1, "weight": 0.3}).model_dump())
     with pytest.raises(ValueError, match="mtp has depths 1 and first embedding, the saved model has depths 0"):
         config.check_resume({})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, (2, 0.3, "embedding")), ({"weight": 0.1}, (2, 0.1, "embedding")), ({"depths": 1}, (1, 0.3, "embedding")),
+        ({"depths": 0}, (0, 0.3, "embedding")), ({"first": "hidden"}, (2, 0.3, "hidden")),
+    ],
+)  # fmt: skip
+def test_a_job_changes_single_fields_of_pretrained_weights(
+    tmp_path: Path, given: dict[str, Any] | None, expected: tuple[int, float, str]
+) -> None:
+    described = FORM.config_json(changed(mtp={"depths": 2}), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    entry = Registry.of(plugin).find("model", "deepseek_v3")
+    fields = {"name": "deepseek_v3", "pretrained": str(tmp_path)} | ({} if given is None else {"mtp": given})
+    found = DeepSeekConfig.model_validate(with_stored_sizes(entry, fields)).mtp
+    assert (found.depths, found.weight, found.first) == expected

@@ -119,7 +119,7 @@ class DeepSeekHuggingFace(DecoderFormat[DeepSeekConfig]):
             _check_mscale(rope, kind)
         values = {ours: data[theirs] for theirs, ours in _NAMES.items() if theirs != "q_lora_rank"}
         if data.get(_HIDDEN_FIRST):
-            values["mtp"] = {"first": "hidden"}
+            values["mtp"] = {"depths": 0, "first": "hidden"}
         return {**values, "q_lora_rank": data.get("q_lora_rank"), "attention_bias": flag(data, "attention_bias")}
 
     def own_fields(self, config: DeepSeekConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from d9d_core.config import ModelConfig
+from d9d_core.config import ModelConfig, Section
 from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.errors import CheckpointError, D9dError, JobError, PluginError
 from d9d_core.job_file.lookup import load_config
@@ -24,6 +24,8 @@ _MANIFEST = "manifest.json"
 def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a model with ``pretrained``: the job file's fields, completed by the fields of the stored model.
 
+    A section that the job file gives in part is completed by the stored section.
+
     Args:
         entry: record of the model.
         fields: fields in the job file, with ``pretrained``.
@@ -33,7 +35,8 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
         PluginError: the model's Hugging Face format cannot be loaded, or raises an unexpected exception.
     """
     spec = entry.spec
-    if not issubclass(load_config(entry), ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+    config = load_config(entry)
+    if not issubclass(config, ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
         raise JobError(
             f"model {entry} cannot start from pretrained weights, as it has no Hugging Face layout; remove "
             "model.pretrained"
@@ -47,7 +50,7 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
     try:
         manifest = find_manifest(location)
         if manifest is not None:
-            return {**_sizes_of_checkpoint(spec.key, manifest), **fields}
+            return _completed(config, _sizes_of_checkpoint(spec.key, manifest), fields)
         data = read_config_json(location)
         _check_model_type(entry, spec, data.get("model_type"))
         stored = layout.config_from_json(data)
@@ -58,7 +61,19 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
     except FOREIGN_FAILURES as error:
         text = f"model {entry}: its Hugging Face format failed to read the config.json of {location}: {error!r}"
         raise plugin_error(text, error) from error
-    return {**stored.model_dump(), **fields}
+    return _completed(config, stored.model_dump(), fields)
+
+
+def _completed(config: type[ModelConfig], stored: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The job file's fields over the stored ones, also within sections that are not a choice between several."""
+    found = {**stored, **fields}
+    for name, field in config.model_fields.items():
+        parts = stored.get(name), fields.get(name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            before, given = parts
+            if isinstance(before, Mapping) and isinstance(given, Mapping):
+                found[name] = {**before, **given}
+    return found
 
 
 def _check_model_type(entry: Entry, spec: ModelSpec, model_type: object) -> None:

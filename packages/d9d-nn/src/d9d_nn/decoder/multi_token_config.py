@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from d9d_core.config import Section
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, model_validator
 
-_WEIGHT = 0.3
 #: Loss term of multi-token prediction; with several depths, each has a term with its number at the end.
 TERM = "mtp_loss"
 
@@ -18,18 +17,18 @@ class MultiTokenPrediction(Section):
     depths: int = Field(default=0, ge=0, le=8)
     """Number of further tokens that a position predicts in training, each by one more layer; 0: none."""
 
-    weight: float = Field(default=_WEIGHT, gt=0, allow_inf_nan=False)
+    weight: float = Field(default=0.3, gt=0, allow_inf_nan=False)
     """Coefficient of the mean of all depths' losses in the training loss."""
 
     first: Literal["embedding", "hidden"] = "embedding"
     """First half of the input of each projection: the embedding of the next token, or the hidden state."""
 
-    @field_validator("weight")
-    @classmethod
-    def _has_an_effect(cls, value: float, info: ValidationInfo) -> float:
-        if info.data.get("depths") == 0 and value != _WEIGHT:
-            raise ValueError(f"{value:g} has no effect while depths is 0; set depths to 1 or more, or remove weight")
-        return value
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        # With depths 0, the other fields are the ones of pretrained weights.
+        if given := sorted(self.model_fields_set) if "depths" not in self.model_fields_set else []:
+            raise ValueError(f"{given[0]} has no effect without depths; set depths to 1 or more, or remove {given[0]}")
+        return self
 
     def terms(self) -> tuple[str, ...]:
         """Names of the loss terms, in the order of the depths."""
