@@ -428,6 +428,45 @@ def save_experts(directory: Path, **fields: Any) -> Path:
     return directory
 
 
+def pairs(directory: Path) -> dict[str, Any]:
+    """Sections of a job that trains embeddings of queries and their texts."""
+    file = directory / "pairs.jsonl"
+    file.write_text(json.dumps({"query": "fox", "positive": "a quick fox"}) + "\n")
+    return {"task": "embedding", "data": {"name": "pairs", "sources": [str(file)], "sequence_length": 24}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"added_tokens": 2}, []),
+        (
+            {"attention_mask": "bidirectional", "heads": {"vector": {"kind": "embedding"}}},
+            ["is_causal (False) of config"],
+        ),
+        ({"sliding_window": 7}, ["sliding_window (7)"]),
+    ],
+)
+def test_a_model_that_computes_otherwise_than_its_base_model_is_told(
+    base: Path, tmp_path: Path, changes: dict[str, Any], said: list[str]
+) -> None:
+    model = {"name": "qwen3", "pretrained": str(base), "tie_embeddings": False} | changes
+    sections = pairs(tmp_path) if "heads" in changes else {}
+    warnings = job_of(values(base, tmp_path, model=model, **sections), PLUGINS).plan().warnings
+    found = [one for one in warnings if "the model differs from its base model in" in one]
+    assert len(found) == len(said)
+    assert all(text in found[0] for text in said)
+
+
+def test_a_model_that_no_config_json_describes_is_refused_before_training(base: Path, tmp_path: Path) -> None:
+    model = {"name": "qwen3", "pretrained": str(base), "attention_mask": "bidirectional", "sliding_window": 7}
+    model |= {"heads": {"vector": {"kind": "embedding"}}}
+    job = values(base, tmp_path, model=model, peft=None, **pairs(tmp_path))
+    with pytest.raises(BuildError, match=r"export: model .* has no Hugging Face layout: .*; or set 'export: false'"):
+        job_of(job, PLUGINS).plan()
+    job_of({**job, "export": False}, PLUGINS).plan()
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A published model with experts and random weights."""

@@ -10,6 +10,7 @@ from typing import Any
 from d9d_core.config import ModelConfig
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.job_file.job import BaseJob, JobConfig
+from d9d_core.job_file.pretrained import with_stored_sizes
 from d9d_core.job_file.resolve import Parts, Selection
 from d9d_core.peft import StartsFromWeights
 from d9d_core.plugin import ModelSpec
@@ -32,6 +33,8 @@ from d9d_engine.distributed.mesh import Topology
 
 #: Shard size limit in bytes: readers of adapters support a single file only.
 _ONE_FILE = 2**62
+#: Fields of ``config.json`` that follow from an adapter's own tensors and classes, or that transformers ignores.
+_IN_ADAPTERS = {"architectures", "d9d", "dtype", "id2label", "label2id", "num_labels", "problem_type", "vocab_size"}
 #: Suffix of base weights that the `peft` library saves with adapters of embeddings; the base model has them already.
 _OF_THE_MODEL = ".base_layer.weight"
 
@@ -72,6 +75,11 @@ def save_adapter(
             raise
         note(f"warning: no adapter is going to be written: {error}")
         return None
+    if changed := _changed_fields(job, selection):
+        note(
+            f"warning: the model differs from its base model in {', '.join(changed)} of config.json; adapter files do "
+            "not contain these fields, so load the adapter onto a base model with these values, or use the whole model"
+        )
 
     def save(directory: Path, card: ModelCard) -> None:
         tensors = model_tensors(assembly.model)
@@ -80,6 +88,20 @@ def save_adapter(
         export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
 
     return save
+
+
+def _changed_fields(job: JobConfig, selection: Selection) -> list[str]:
+    """Fields of ``config.json``, with their values, in which a model computes otherwise than its base model."""
+    model, spec = job.model, selection.model.spec
+    if not isinstance(model, ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+        return []
+    if model.pretrained is None:
+        return []
+    stored = with_stored_sizes(selection.model.entry, {"name": model.name, "pretrained": model.pretrained})
+    form, dtype = spec.hugging_face.load()(), job.precision.parameters
+    before, now = (form.config_json(one, dtype) for one in (type(model).model_validate(stored), model))
+    names = sorted((now.keys() | before.keys()) - _IN_ADAPTERS)
+    return [f"{name} ({now.get(name)!r:.80})" for name in names if now.get(name) != before.get(name)]
 
 
 def start_method(

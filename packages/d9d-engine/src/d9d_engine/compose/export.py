@@ -210,18 +210,26 @@ class Exporter:
 
 
 def check_names(job: JobConfig, selection: Selection, assembly: Assembly) -> None:
-    """Check before training that the model's Hugging Face layout, if there is one, fits the model's tensors.
+    """Check before training that the model's Hugging Face layout, if there is one, fits the model.
 
     Raises:
-        BuildError: the layout lacks tensors of the model, or names tensors that the model does not have.
+        BuildError: the layout cannot describe the model, lacks tensors of the model, or names tensors that the model
+            does not have.
     """
     spec = selection.model.spec
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
         return
+    form = spec.hugging_face.load()()
     tensors = model_tensors(assembly.full_model)
     own = {name: tensor for name, tensor in tensors.items() if name not in assembly.injected}
     try:
-        StateGraph(spec.hugging_face.load()().exporter(job.model), specs_of(own))
+        form.config_json(job.model, job.precision.parameters)
+    except CheckpointError as error:
+        raise BuildError(
+            f"export: model {selection.model.entry} has no Hugging Face layout: {error}; or set 'export: false'"
+        ) from error
+    try:
+        StateGraph(form.exporter(job.model), specs_of(own))
     except CheckpointError as error:
         raise BuildError(
             f"export: the Hugging Face layout {spec.hugging_face} of model {selection.model.entry} does not fit the "

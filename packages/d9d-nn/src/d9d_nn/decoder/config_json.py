@@ -137,8 +137,7 @@ def direction_json(config: DecoderConfig) -> dict[str, Any]:
     if any(config.window(layer) is not None for layer in range(config.num_layers)):
         raise CheckpointError(
             "config.json: bidirectional attention within a sliding window is not supported for this model, because "
-            "transformers counts the positions of such a window differently; use a model without sliding_window, or "
-            "keep the checkpoint in d9d's format"
+            "transformers counts the positions of such a window differently; use a model without sliding_window"
         )
     return {"is_causal": False}
 
