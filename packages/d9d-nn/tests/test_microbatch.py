@@ -16,7 +16,7 @@ from d9d_nn.contrastive.task import Embedding
 from d9d_nn.heads.config import CausalLMHeadConfig
 from d9d_nn.inference.config import LogProbsConfig
 from d9d_nn.inference.log_probs import LogProbs
-from d9d_nn.microbatch import own_positions, with_prefixes
+from d9d_nn.microbatch import own_positions, with_blocks, with_prefixes
 from torch import Tensor
 
 
@@ -121,6 +121,24 @@ def test_a_prefix_ends_with_the_token_before_the_first_target() -> None:
     assert with_prefixes(packed) is packed
     with pytest.raises(JobError, match="model.attention_mask: prefixes are the tokens before a document's first t"):
         with_prefixes(microbatch())
+
+
+def test_blocks_come_from_the_dataset_and_go_to_models_that_read_them() -> None:
+    targets = torch.tensor([[-100, 5, 5]])
+    plain = {"tokens": targets, "targets": targets}
+    given = {**plain, "attention_blocks": torch.tensor([[0, 0, -1]])}
+    assert with_blocks(given) is given  # the masks are not known
+    assert with_blocks(given, "blocks") is given
+    assert with_blocks(given, "prefix") is given
+    assert with_blocks(plain, "causal", "bidirectional") is plain
+    assert with_blocks(plain, "causal", "prefix")["attention_blocks"].tolist() == [[0, 0, -1]]
+    with pytest.raises(JobError, match=r"attention_mask: blocks are the field attention_blocks of the dataset"):
+        with_blocks(plain, "blocks")
+    for mask in ("causal", "bidirectional"):
+        with pytest.raises(
+            JobError, match=f"the dataset gives attention_blocks, which {mask} does not read; set it to bl"
+        ):
+            with_blocks(given, mask)
 
 
 @pytest.mark.parametrize("task", [CausalLM(CausalLMConfig()), LogProbs(LogProbsConfig())])

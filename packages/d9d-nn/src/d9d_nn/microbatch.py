@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from d9d_core.errors import JobError
 from d9d_core.model import PositionShare
@@ -83,6 +85,36 @@ def with_prefixes(microbatch: Microbatch) -> Microbatch:
         starts = microbatch["documents"].diff(dim=1, prepend=microbatch["documents"][:, :1]) != 0
         before = before - torch.where(starts, before, 0).cummax(1).values
     return {**microbatch, "attention_blocks": torch.where(before == 0, 0, -1)}
+
+
+def masks_of(*models: Any) -> tuple[str, ...]:
+    """Field ``attention_mask`` of the configs of models that have it."""
+    found = (getattr(model, "attention_mask", None) for model in models)
+    return tuple(mask for mask in found if isinstance(mask, str))
+
+
+def with_blocks(microbatch: Microbatch, *masks: str) -> Microbatch:
+    """Give ``attention_blocks`` to models with some values of the field ``attention_mask``, if they need them.
+
+    Args:
+        microbatch: microbatch of the dataset.
+        masks: ``attention_mask`` of each model that reads it; none if they are not known.
+
+    Raises:
+        JobError: a model needs blocks that the dataset does not give, or no model reads the blocks that it gives.
+    """
+    given = "attention_blocks" in microbatch
+    if "blocks" in masks and not given:
+        raise JobError(
+            "model.attention_mask: blocks are the field attention_blocks of the dataset, int64 [B, S], which this "
+            "dataset does not give; use a dataset that does, or another attention_mask"
+        )
+    if given and masks and not {"blocks", "prefix"}.intersection(masks):
+        raise JobError(
+            f"model.attention_mask: the dataset gives attention_blocks, which {masks[0]} does not read; set it to "
+            "blocks or prefix, or leave the field out of the data"
+        )
+    return with_prefixes(microbatch) if "prefix" in masks else microbatch
 
 
 def counted_targets(microbatch: Microbatch) -> Tensor:

@@ -14,7 +14,7 @@ from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_nn.heads.choice import check_language_model, check_next_tokens_only
-from d9d_nn.microbatch import count_positions, own_positions, stage_inputs, with_prefixes
+from d9d_nn.microbatch import count_positions, masks_of, own_positions, stage_inputs, with_blocks
 
 
 class TextTask:
@@ -33,7 +33,7 @@ class TextTask:
     further_inputs: ClassVar[tuple[str, ...]] = ()
     trains_further_tokens: ClassVar[bool] = False
     config: Any
-    _makes_prefixes = False
+    _masks: tuple[str, ...] = ()  # known after check()
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -50,7 +50,7 @@ class TextTask:
         if not self.trains_further_tokens:
             check_next_tokens_only(model, self.config.name)
         check_language_model(model, self.head_kind, self.config.head, facts)
-        self._makes_prefixes = getattr(model, "attention_mask", None) == "prefix"
+        self._masks = masks_of(model)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions of all rows without padding, including ignored targets."""
@@ -60,9 +60,9 @@ class TextTask:
         """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage.
 
         Raises:
-            JobError: the model has prefix attention, but the data has neither targets nor ``attention_blocks``.
+            JobError: the model needs ``attention_blocks`` and the data gives none, or the reverse.
         """
-        return stage_inputs(self._with_prefixes(microbatch), *self.further_inputs)
+        return stage_inputs(self._with_blocks(microbatch), *self.further_inputs)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
         """This rank's positions of the microbatch with their targets; each rank sums the losses of its own targets.
@@ -70,8 +70,8 @@ class TextTask:
         Raises:
             ValueError: the ranks cannot share the positions evenly.
         """
-        return own_positions(self._with_prefixes(microbatch), share)
+        return own_positions(self._with_blocks(microbatch), share)
 
-    def _with_prefixes(self, microbatch: Microbatch) -> Microbatch:
-        """Add ``attention_blocks`` for a model with prefix attention, unless the dataset gives them."""
-        return with_prefixes(microbatch) if self._makes_prefixes else microbatch
+    def _with_blocks(self, microbatch: Microbatch) -> Microbatch:
+        """Microbatch with ``attention_blocks``, if the model needs them."""
+        return with_blocks(microbatch, *self._masks)

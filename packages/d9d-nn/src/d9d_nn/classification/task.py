@@ -20,6 +20,7 @@ from d9d_nn.heads.choice import choose_head, exceeded, observed_states, read_out
 from d9d_nn.microbatch import (
     check_fields,
     counts_samples,
+    masks_of,
     own_positions,
     own_positions_of_samples,
 )
@@ -57,7 +58,7 @@ class Classification(TextTask):
             JobError: the head is not found, or the data has classes, token ids or positions that the model lacks.
         """
         head = choose_head(model, self.head_kind, self.config.head)
-        self._makes_prefixes = getattr(model, "attention_mask", None) == "prefix"
+        self._masks = masks_of(model)
         problems = exceeded(model, facts)
         if getattr(head, "num_classes", None) == 1:
             problems.append("model.heads: a head with one class cannot learn from labels; give it 2 or more")
@@ -90,7 +91,7 @@ class Classification(TextTask):
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
         """
-        own = own_positions_of_samples(self._with_prefixes(microbatch), share)
+        own = own_positions_of_samples(self._with_blocks(microbatch), share)
         return own if counts_samples(own) else {**own, "labels": torch.full_like(own["labels"], IGNORE)}
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -130,4 +131,4 @@ class TokenClassification(Classification):
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
         """
-        return own_positions(self._with_prefixes(microbatch), share)
+        return own_positions(self._with_blocks(microbatch), share)

@@ -68,7 +68,7 @@ class Embedding(TextTask):
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
         """
-        return own_positions_of_samples(self._with_prefixes(microbatch), share)
+        return own_positions_of_samples(self._with_blocks(microbatch), share)
 
     @property
     def first_pass(self) -> FirstPass:

@@ -19,7 +19,7 @@ from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.divergence import divergence
 from d9d_nn.distillation.vocabularies import check_vocabularies
 from d9d_nn.heads.choice import check_next_tokens_only, choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields, counted_targets
+from d9d_nn.microbatch import check_fields, counted_targets, masks_of
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.text_task import TextTask
 
@@ -69,7 +69,7 @@ class Distillation(TextTask):
         if config.top_k is not None and isinstance(words, int) and config.top_k > words:
             problems.append(f"task.top_k: {config.top_k} words are more than the teacher's {words}; use null for all")
         masks = [getattr(one, "attention_mask", "causal") for one in (model, config.teacher)]
-        self._makes_prefixes = "prefix" in masks
+        self._masks = masks_of(model, config.teacher)
         if len({mask in ("prefix", "blocks") for mask in masks}) > 1:
             problems.append(
                 f"task.teacher: its attention_mask is {masks[1]} and the model's is {masks[0]}, but both get the "

@@ -19,7 +19,7 @@ from torch import Tensor
 from d9d_nn.heads.choice import check_language_model, read_output
 from d9d_nn.inference.config import LogProbsConfig, PerplexityRowsConfig
 from d9d_nn.inference.rows import is_packed, places_of, row_places
-from d9d_nn.microbatch import check_fields, own_positions, stage_inputs, with_prefixes
+from d9d_nn.microbatch import check_fields, masks_of, own_positions, stage_inputs, with_blocks
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _ROW = "number of the row in the input, from 0"
@@ -41,7 +41,7 @@ class TokenLikelihoods:
     def __init__(self, config: LogProbsConfig | PerplexityRowsConfig) -> None:
         self.config = config
         self._packed = False
-        self._makes_prefixes = False
+        self._masks: tuple[str, ...] = ()
 
     def check(self, model: Any, facts: State) -> None:
         """Find the head, and compare vocabulary and sequence length of model and data.
@@ -51,7 +51,7 @@ class TokenLikelihoods:
         """
         check_language_model(model, "causal_lm", self.config.head, facts)
         self._packed = is_packed(facts)
-        self._makes_prefixes = getattr(model, "attention_mask", None) == "prefix"
+        self._masks = masks_of(model)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage.
@@ -60,7 +60,7 @@ class TokenLikelihoods:
             JobError: the dataset gives no targets.
         """
         check_fields(microbatch, self.config.name, "targets")
-        return stage_inputs(with_prefixes(microbatch) if self._makes_prefixes else microbatch, "targets")
+        return stage_inputs(with_blocks(microbatch, *self._masks), "targets")
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
         """This rank's positions, with a target for each token.
@@ -68,7 +68,7 @@ class TokenLikelihoods:
         Raises:
             ValueError: the ranks cannot share the positions evenly.
         """
-        return own_positions(with_prefixes(microbatch) if self._makes_prefixes else microbatch, share)
+        return own_positions(with_blocks(microbatch, *self._masks), share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Losses float32 [B, S], targets int64 [B, S], and the tensors that locate the rows in the microbatch."""

@@ -70,7 +70,7 @@ class Dpo(TextTask):
         Raises:
             ValueError: the ranks cannot share the positions evenly.
         """
-        own = own_positions_of_samples(self._with_prefixes(microbatch), share)
+        own = own_positions_of_samples(self._with_blocks(microbatch), share)
         return {**own, _TARGETS: (microbatch["targets"] != IGNORE).sum(-1)} if "targets" in microbatch else own
 
     @property
