@@ -171,6 +171,10 @@ def test_stages_take_no_strategy_and_no_second_loop_after_their_loop() -> None:
     ("arguments", "error"),
     [
         ({"max_norm": 0.0}, "max_norm is 0.0; give a positive number"),
+        (
+            {"kernels": {"attention": [{"backend": "sdpa", "match": ["layers.0"]}]}},
+            "give the name of a backend; rules",
+        ),
         ({"kernels": {"nope": "reference"}}, "kernels.nope: the job calls no op 'nope'"),
     ],
 )

@@ -330,6 +330,7 @@ def test_an_unknown_kernel_is_refused_before_anything_is_built(tmp_path: Path) -
         ("[{backend: sdpa}]", r"kernels.attention\[0\].match: missing; add 'match:' under 'kernels.attention\[0\]'"),
         ("[{backend: sdpa, match: layers.0}]", r"kernels.attention\[0\].match: .* write .*\[0\].match: \[layers.0\]"),
         ("3", "kernels.attention: input should be a valid list, got 3"),
+        ("{backend: sdpa, match: [layers.0]}", r"kernels.attention: rules are a list; write \[{backend: ..., match: "),
     ],
 )
 def test_rules_of_kernels_are_refused_where_they_are_wrong(tmp_path: Path, kernels: str, text: str) -> None:

@@ -249,6 +249,11 @@ class OwnLoop:
         _check_stages(stages, registry)
         if max_norm is not None and not max_norm > 0:
             raise BuildError(f"max_norm is {max_norm}; give a positive number, or None for no clipping")
+        for op, name in (kernels or {}).items():
+            if not isinstance(name, str):
+                raise BuildError(
+                    f"kernels[{op!r}] is {name!r}; give the name of a backend; rules for some modules need a job"
+                )
         stages.allocated = True
         self.topology = topology = stages.topology
         loss_task: Any = _LossOfTask(task)

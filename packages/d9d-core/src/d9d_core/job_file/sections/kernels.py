@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeAlias
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from d9d_core.config import Section
 
@@ -21,11 +21,18 @@ class KernelRule(Section):
     """Patterns of the names of modules, with all that they contain, such as ``layers.0`` or ``layers.1?.attention``."""
 
 
+def _listed(value: object) -> object:
+    if isinstance(value, Mapping):
+        raise ValueError("rules are a list; write [{backend: ..., match: [...]}]")  # noqa: TRY004 - for pydantic
+    return value
+
+
 #: Backend of an op in all modules, or rules for modules.
 KernelRequest: TypeAlias = Annotated[
     Annotated[str, Tag("name")] | Annotated[list[KernelRule], Field(min_length=1), Tag("rules")],
     # Without tags, an error would state that the value fits neither of the two types.
     Discriminator(lambda value: "name" if isinstance(value, str) else "rules"),
+    BeforeValidator(_listed),
 ]
 
 
