@@ -24,6 +24,18 @@ LLAMA = {
 }  # fmt: skip
 
 
+#: A model that predicts further tokens, as d9d exports it.
+FURTHER = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "vocab_size": 2048, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
+    "rope_theta": 1e4, "d9d": {"mtp": {"depths": 1}},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer") / "it"
@@ -86,6 +98,16 @@ def test_a_job_for_a_model_loads_and_uses_it(kind: str, place: Path, model: Path
     heads = {"classification": "classification", "embedding": "embedding"}
     assert [head.kind for head in job.model.heads.values()] == [heads.get(kind, "causal_lm")]
     assert job.evaluation is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_next_tokens_are_predicted_by_tasks_that_train_no_further_ones(
+    kind: str, place: Path, model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(FURTHER))
+    write(kind, "--model", str(model), *(["--teacher", str(model)] if kind == "distillation" else []))
+    depths = JobFile.load(place / f"{kind}.yaml").model.mtp.depths
+    assert depths == (1 if kind in ("pretrain", "sft", "lora") else 0)
 
 
 @pytest.mark.thorough

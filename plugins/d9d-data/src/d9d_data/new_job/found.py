@@ -56,6 +56,7 @@ class Model:
         size: bytes of its safetensors files.
         positions: longest sequence, if its ``config.json`` states one.
         tied: whether the head is the embedding.
+        predicts_further: whether a job that starts from it trains layers of multi-token prediction (``mtp``).
         tokenizer: directory of its tokenizer, if it has one.
         template: whether it has a chat template.
     """
@@ -66,6 +67,7 @@ class Model:
     size: int
     positions: int | None
     tied: bool
+    predicts_further: bool
     tokenizer: Path | None
     template: bool
 
@@ -119,9 +121,16 @@ def look_at_model(directory: str, registry: Registry) -> Model:
         size=sum(file.stat().st_size for file in path.glob("*.safetensors")),
         positions=positions if isinstance(positions, int) and positions > 0 else None,
         tied=fields.get("tie_word_embeddings") is not False,
+        predicts_further=_predicts_further(fields.get("d9d")),
         tokenizer=tokenizer,
         template=tokenizer is not None and ChatTemplate.find(path) is not None,
     )
+
+
+def _predicts_further(own: object) -> bool:
+    """Whether d9d's own section of a ``config.json`` turns multi-token prediction on."""
+    further = own.get("mtp") if isinstance(own, dict) else None
+    return isinstance(further, dict) and bool(further.get("depths"))
 
 
 def look_at_records(sources: Sequence[str], kind: Kind, tokenizer: Path | None) -> Records:

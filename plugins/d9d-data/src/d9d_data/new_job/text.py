@@ -99,11 +99,15 @@ def _model(plan: Plan) -> str:
         text = _SMALL.format(vocabulary=vocabulary, positions=max(128, plan.length))
         return text + (f"  heads: {{{head}}}\n" if head else "  tie_embeddings: true\n")
     about = f"{model.type or 'a checkpoint'}, {model.size / 2**30:.1f} GiB of weights"
+    further = model.predicts_further and "task: causal_lm" not in plan.kind.lines
+    off = "  mtp: {depths: 0} # this task does not train the layers that predict further tokens\n" if further else ""
+    if not head and off:
+        return f"model:\n  pretrained: {_yaml(model.directory)} # {about}\n{off}"
     if not head:
         return f"model: {{pretrained: {_yaml(model.directory)}}} # {about}\n"
     tied = "  tie_embeddings: false # there is no head that could share the weight\n" if model.tied else ""
     start = f"model:\n  name: {model.selector} # {about}\n  pretrained: {_yaml(model.directory)}\n"
-    return f"{start}{tied}  heads: {{{head}}}\n"
+    return f"{start}{tied}{off}  heads: {{{head}}}\n"
 
 
 def _data(plan: Plan) -> str:
