@@ -111,3 +111,11 @@ def test_the_tests_of_a_slip_are_those_that_run_its_line(tmp_path: Path, monkeyp
     # What runs at import changes what any function does.
     assert names(2) == [["only"], ["first", "second"]]
     assert names(2, budget=1.0) == [["only"], ["first"]]
+
+
+def test_slips_with_equal_results_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [("a", "killed"), ("b", "survived"), ("c", "survived"), ("d", "unreached")]
+    rows = [{"member": "packages/d9d-nn", "key": key, "verdict": verdict, "far": False} for key, verdict in outcomes]
+    table = load("mutation_report", monkeypatch).table(rows, {"b": "equal results: no caller", "c": "noticed since"})
+    assert "| d9d-nn | 4 | 1 | 1 | 25.0 | 1 | 33.3 |" in table.splitlines()
+    assert table.splitlines()[-1] == "| all | 4 | 1 | 1 | 25.0 | 1 | 33.3 |"

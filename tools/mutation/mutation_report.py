@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from slips import GROUPS
 PAGE = ROOT / "docs" / "mutations.md"
 REASONS = Path(__file__).parent / "survivors.toml"
 MARKS = "<!-- campaign: begin -->", "<!-- campaign: end -->"
+#: First words of the reason of a survivor that no test can notice, since nothing that callers observe changes.
+EQUAL = "equal results"
 Row = dict[str, Any]
 
 
@@ -24,7 +26,7 @@ def report(out: Path, write: bool) -> None:
     rows = sorted((row for row in rows if row["kind"] != "control"), key=lambda row: (row["file"], row["line"]))
     reasons = {entry["key"]: entry["reason"] for entry in tomllib.loads(REASONS.read_text("utf-8")).get("survivor", [])}
     survivors = [row for row in rows if row["verdict"] != "killed"]
-    print(table(rows))
+    print(table(rows, reasons))
     for row in survivors:
         print(f"\n{row['file']}:{row['line']}: {row['kind']}, {row['verdict']} {row['tests']} tests")
         print(f"    {row['source']}\n    {row['change']}\n    {reasons.get(row['key'], 'no reason given')}")
@@ -37,18 +39,24 @@ def report(out: Path, write: bool) -> None:
         begin, end = MARKS
         text = PAGE.read_text("utf-8")
         before, after = text.split(begin)[0], text.split(end)[1]
-        PAGE.write_text(f"{before}{begin}\n{table(rows)}\n\n{listed(survivors, reasons)}\n{end}{after}", "utf-8")
+        PAGE.write_text(
+            f"{before}{begin}\n{table(rows, reasons)}\n\n{listed(survivors, reasons)}\n{end}{after}", "utf-8"
+        )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Counts of each group as Markdown."""
-    lines = ["| members | slips | killed | by its own tests | killed, % |", "|---|---|---|---|---|"]
-    lines += [_counts(group, [row for row in rows if row["member"] in members]) for group, members in GROUPS.items()]
-    lines.append(_counts("all", rows))
+def table(rows: Sequence[Row], reasons: Mapping[str, str]) -> str:
+    """Counts of each group as Markdown; the last column is the share of the slips that change a result."""
+    lines = [
+        "| members | slips | killed | by its own tests | killed, % | equal results | killed of the others, % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for group, members in GROUPS.items():
+        lines.append(_counts(group, [row for row in rows if row["member"] in members], reasons))
+    lines.append(_counts("all", rows, reasons))
     return "\n".join(lines)
 
 
-def listed(survivors: Iterable[Row], reasons: dict[str, str]) -> str:
+def listed(survivors: Iterable[Row], reasons: Mapping[str, str]) -> str:
     """Survivors as Markdown."""
     lines = ["| survivor | slip | why |", "|---|---|---|"]
     for row in survivors:
@@ -58,7 +66,9 @@ def listed(survivors: Iterable[Row], reasons: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _counts(name: str, rows: Sequence[Row]) -> str:
+def _counts(name: str, rows: Sequence[Row], reasons: Mapping[str, str]) -> str:
     killed = [row for row in rows if row["verdict"] == "killed"]
     near = sum(not row["far"] for row in killed)
-    return f"| {name} | {len(rows)} | {len(killed)} | {near} | {100 * len(killed) / max(1, len(rows)):.1f} |"
+    equal = sum(row["verdict"] != "killed" and reasons.get(row["key"], "").startswith(EQUAL) for row in rows)
+    of_all, of_others = (f"{100 * len(killed) / max(1, count):.1f}" for count in (len(rows), len(rows) - equal))
+    return f"| {name} | {len(rows)} | {len(killed)} | {near} | {of_all} | {equal} | {of_others} |"
