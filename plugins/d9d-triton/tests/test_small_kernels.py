@@ -182,6 +182,11 @@ def test_without_an_epsilon_what_fills_up_a_tile_reaches_no_gradient() -> None:
     rms_norm.rms_norm(x, weight, 0.0).sum().backward()
     assert x.grad.isfinite().all()
     assert weight.grad.isfinite().all()
+    heads = outcome(
+        lambda *leaves: normed_rope.normed_rope(*leaves, *cos_sin(1, 3, 2), 0.0),
+        *(normal(1, 3, 1, 4), normal(1, 3, 1, 4, seed=1), normal(4, seed=2), normal(4, seed=3)),
+    )
+    assert all(found.isfinite().all() for found in heads.values())
 
 
 @pytest.mark.parametrize(
