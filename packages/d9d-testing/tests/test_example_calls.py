@@ -237,3 +237,14 @@ def test_an_update_is_two_steps_of_the_asked_function() -> None:
         reference.step()
     torch.testing.assert_close(found, torch.cat([leaf.detach().flatten() for leaf in leaves]))
     assert len(asked) == 4  # two steps of two groups: vectors do not decay
+
+
+@pytest.mark.parametrize("make", [calls.gated_delta_rule, calls.state_space_rule])
+def test_documents_of_recurrences_begin_at_random_positions(make: Any) -> None:
+    packed, one = make(3, 40, 2, 2, 4, True), make(3, 40, 2, 2, 4, False)
+    starts = (draw(3, 40, seed=5) > 1).tolist()
+    expected = [[sum(row[: place + 1]) for place in range(40)] for row in starts]
+    assert packed.inputs["documents"].tolist() == expected
+    assert min(row[-1] - row[0] for row in expected) >= 2
+    assert ("documents" in one.inputs, packed.documents, one.documents) == (False, True, None)
+    assert packed.name == f"{one.name}, several documents"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from d9d_testing.hostile.templates import ATTACKS
 from d9d_testing.hostile.values import edited, hostile_values, schema_values
 from hypothesis import HealthCheck, Phase, find, given, settings
 
@@ -96,6 +97,8 @@ def test_edits_remove_add_replace_and_swap_and_leave_the_given_value() -> None:
         {"a": 1, "b": []},  # removed inside
         {"a": [2], "b": 1},  # swapped
         {"a": 2, "b": [1]},  # swapped with an inner value
+        {"a": None, "b": [2]},  # replaced by a hostile value
+        {"a": 1, "b": [None]},  # replaced inside
     ):
         assert find(edited(given_value, 1), lambda value, wanted=wanted: value == wanted, settings=QUICK) == wanted
     find(edited(given_value, 1), lambda value: isinstance(value, dict) and len(value) == 3, settings=QUICK)  # added
@@ -104,3 +107,10 @@ def test_edits_remove_add_replace_and_swap_and_leave_the_given_value() -> None:
     find(edited(given_value, 1), lambda value: not isinstance(value, dict), settings=QUICK)  # replaced as a whole
     assert given_value == {"a": 1, "b": [2]}
     assert find(edited({"a": 1, "b": 2}, 2), lambda value: value == {}, settings=QUICK) == {}
+
+
+def test_attacks_differ_and_texts_to_indent_have_lines() -> None:
+    assert len(set(ATTACKS.values())) == len(ATTACKS)
+    indented = [template for name, template in ATTACKS.items() if name.startswith("indent")]
+    assert len(indented) == 2
+    assert all(template.startswith("{% set long = 'a\\n' * 5592405 %}") for template in indented)

@@ -84,6 +84,14 @@ def test_a_promise_that_is_broken_or_idle_is_named(promised: float, text: str) -
         suite("none", most_held=lambda *_: promised).test_no_rank_holds_more_than_promised()
 
 
+def test_the_rank_that_holds_most_counts() -> None:
+    greedy = suite("sends far ahead", ranks=(2,), most_held=lambda *_: 1)  # the first rank holds all microbatches
+    with pytest.raises(
+        AssertionError, match="2 ranks, 2 microbatches.*a rank holds 2 microbatches, but most_held says 1"
+    ):
+        greedy.test_no_rank_holds_more_than_promised()
+
+
 def test_a_schedule_must_say_what_it_holds() -> None:
     with pytest.raises(NotImplementedError, match="return the schedule's largest memory use"):
         suite("none", most_held=ScheduleSuite.most_held).test_no_rank_holds_more_than_promised()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from d9d_testing.suites.strategy import StrategySuite
-from d9d_testing.suites.support.model_matrices import MatrixUse
+from d9d_testing.suites.subscriber import SubscriberSuite
+from d9d_testing.suites.support.model_matrices import MatrixUse, residual_writers
 from d9d_testing.suites.support.observations import microbatch, observed, outputs
 from d9d_verify.compare import Verdict
-from torch import nn
+from torch import Tensor, nn
 
 PASSED = Verdict("good", 0.0, 0.0, (0.0, "a"), (0.0, "a"), (0.0, "a"), None)
 FAILED = Verdict.failure("bad", "the loss is off")
@@ -61,6 +63,73 @@ def test_a_strategy_that_does_not_continue_in_both_directions_fails(verdicts: tu
     suite(PASSED, PASSED).test_a_run_continues_in_one_process_and_back()
     with pytest.raises(AssertionError, match="the loss is off"):
         suite(*verdicts).test_a_run_continues_in_one_process_and_back()
+
+
+def test_a_subscriber_watches_a_run_that_resumes_from_a_shorter_one(tmp_path: Path) -> None:
+    runs: list[tuple[str, int, dict[str, Any]]] = []
+
+    class Watched(SubscriberSuite):
+        def watching(self, _directory: Path) -> Any:
+            return object()
+
+        def trained(self, directory: Path, subscribers: Sequence[Any], **more: Any) -> Any:
+            runs.append((directory.name, len(subscribers), more))
+            return SimpleNamespace(weights={"w": torch.tensor(float(len(runs) == 3 and spoils))})
+
+    for spoils in (False, True):
+        runs.clear()
+        if spoils:
+            with pytest.raises(AssertionError, match=r"after a resumed run, \['w'\] differ"):
+                Watched().test_it_watches_a_resumed_run(tmp_path)
+        else:
+            Watched().test_it_watches_a_resumed_run(tmp_path)
+        assert runs == [("plain", 0, {}), ("run", 1, {"steps": 4}), ("run", 1, {})]
+
+
+class Residual(nn.Module):
+    """Block that adds the outputs of two of its three children to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.gate = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate(x)
+        return x + self.first(x) + self.second(x)
+
+
+class Source(nn.Module):
+    """Block without an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self) -> Tensor:
+        return self.value
+
+
+class Blocks(nn.Module):
+    """Model of three blocks, of which only one is residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.residual, self.linear = Source(), Residual(), nn.Linear(4, 3)
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        return {"source": self.source, "residual": self.residual, "linear": self.linear}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.residual(x + self.source()))
+
+
+def test_writers_of_the_residual_stream_add_up_to_the_change_of_a_block() -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(2, 4)
+    found = residual_writers(model, {"x": x})
+    outputs = {name: model.residual.get_submodule(name)(x + 1) for name in ("first", "second")}
+    assert found == {f"residual.{name}": pytest.approx(out.std().item()) for name, out in outputs.items()}
+    assert not model.residual._forward_hooks
 
 
 @pytest.mark.thorough  # torch imports its compiler for a dispatch mode, which takes seconds

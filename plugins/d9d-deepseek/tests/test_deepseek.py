@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.cost import Share, StageCost
+from d9d_core.cost import AttentionShape, OpCost, Share, StageCost
 from d9d_core.errors import BuildError
 from d9d_core.model import Stage
 from d9d_deepseek.config import DeepSeekConfig, tiny
 from d9d_deepseek.costs import stage_cost
 from d9d_deepseek.model import DeepSeek
 from d9d_deepseek.presets import PRESETS
+from d9d_moe.costs import mixture
 from d9d_moe.experts.layer import MoELayer
+from d9d_nn.decoder.costs import gated_cost, swiglu_cost
 from d9d_nn.decoder.flops import further_parameters, head_parameters, layer_parameters, training_flops_per_token
 from d9d_nn.swiglu import SwiGLU
 from d9d_testing.suites.fresh import import_fresh
@@ -112,6 +114,48 @@ def test_costs_count_the_parameters_and_products_of_the_model(config: DeepSeekCo
         if op.kind in ("product", "grouped_product")
     )
     assert flops == pytest.approx(6 * used * 2 * 16)
+
+
+def test_costs_of_attention_are_those_of_its_parts() -> None:
+    # 32 tokens of 32 features, in 2 bytes; on each of two ranks 2 heads of 16 + 8 features, and of 12 for values.
+    cost = stage_cost(changed(attention_bias=True), Stage(), Share(2, 16, tensor=2))
+    ops = {op.name: op for op in cost.blocks[1].ops}
+    products = {
+        "q_proj.down": (32 * 24, 2 * 32 * 32), "q_proj.up": (24 * 48, 2 * 32 * 24), "kv_down": (32 * 24, 0),
+        "kv_up": (16 * 56, 2 * 32 * 16), "o_proj": (24 * 32, 2 * 32 * 24),
+    }  # fmt: skip
+    for name, (numbers, kept) in products.items():
+        assert (ops[name].flops, ops[name].kept) == (2 * 32 * numbers, kept), name
+    cuts = {weight.name.removeprefix("attention."): weight.cut for name in products for weight in ops[name].weights}
+    assert cuts == {
+        "q_proj.down.weight": None, "q_proj.down.bias": None, "q_proj.up.weight": 0, "kv_down.weight": None,
+        "kv_down.bias": None, "kv_up.weight": 0, "o_proj.weight": 1, "o_proj.bias": None,
+    }  # fmt: skip
+    joined = 2 * 2 * 32 * 2 * 3 * 24  # queries, keys and padded values are read and written
+    assert ops["joined heads"] == OpCost("joined heads", "memory", traffic=joined, backward_traffic=joined)
+    assert ops["rope"].traffic == 2 * 2 * 32 * 3 * 8  # two heads of queries and one of keys
+    assert [ops[name].kept for name in ("query norm", "latent norm")] == [32 * (2 * 24 + 4), 32 * (2 * 16 + 4)]
+    assert ops["attention"].attention == AttentionShape(32, 2, 2, 24, 2, latent=24, expanded=56)
+    (plain,) = (
+        op for op in stage_cost(changed(q_lora_rank=None), Stage(), Share(2, 16)).blocks[1].ops if op.name == "q_proj"
+    )
+    assert (plain.flops, plain.kept, plain.weights[0].cut) == (2 * 32 * 32 * 96, 2 * 32 * 32, 0)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_costs_of_experts_are_those_of_routed_and_shared_ones(tensor: int) -> None:
+    config, share = changed(num_shared_experts=2), Share(2, 16, tensor=tensor, experts=2)
+    _, dense, block, _ = stage_cost(config, Stage(), share).blocks
+    routed = mixture(share, 32, 24, 8, 2)
+    shared = gated_cost(config, share, 48, "ffn.shared_expert", keeps_input=tensor == 2)
+    ops = (*routed.ops, *shared.ops)
+    assert (block.name, block.ops[-len(ops) :]) == (routed.name, ops)
+    states = 3 * 2 * 32 // tensor * 32  # hidden states and their gradients
+    assert block.workspace == pytest.approx(states + routed.workspace + shared.workspace)
+    own, backward = ((*routed.exchanges, *shared.exchanges), (*routed.backward_exchanges, *shared.backward_exchanges))
+    around = 2 * (tensor - 1)  # exchanges of attention
+    assert (block.exchanges[around:], block.backward_exchanges[around:]) == (own, backward)
+    assert (dense.name, dense.ops[-3:]) == (swiglu_cost(config, 0, share).name, swiglu_cost(config, 0, share).ops)
 
 
 @pytest.mark.parametrize(

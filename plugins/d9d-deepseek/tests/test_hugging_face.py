@@ -160,19 +160,41 @@ def test_layers_that_predict_further_tokens_are_left_out_and_listed(prefix: str)
     assert FORM.config_from_json(published) == config
 
 
-PUBLISHED = {
-    "671b": {"ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "transformers_version": "4.33.1"},
-    "moonlight-16b-a3b": {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "num_nextn_predict_layers": 0},
-}
+#: Contents of the ``config.json`` files that both models have in common.
+COMMON: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1, "hidden_act": "silu", "initializer_range": 0.02,
+    "kv_lora_rank": 512, "model_type": "deepseek_v3", "moe_layer_freq": 1, "norm_topk_prob": True,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True,
+    "v_head_dim": 128,
+}  # fmt: skip
+#: As their authors published them.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "671b": COMMON | {
+        "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "rms_norm_eps": 1e-6, "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        }, "rope_theta": 10000, "routed_scaling_factor": 2.5, "topk_group": 4, "transformers_version": "4.33.1",
+        "vocab_size": 129280,
+    },
+    "moonlight-16b-a3b": COMMON | {
+        "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264,
+        "max_position_embeddings": 8192, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+        "num_key_value_heads": 16, "num_nextn_predict_layers": 0, "q_lora_rank": None, "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "topk_group": 1, "vocab_size": 163840,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_published_config_is_the_preset(preset: str) -> None:
-    config = DeepSeekConfig.model_validate({"preset": preset})
-    written = FORM.config_json(config, "bfloat16")
-    new = ("rope_parameters", "head_dim", "rope_interleave", "dtype")
-    old = {name: value for name, value in written.items() if name not in new} | PUBLISHED[preset]
-    assert FORM.config_from_json(old) == config.model_copy(update={"preset": None})
+    config = DeepSeekConfig.model_validate({"preset": preset}).model_copy(update={"preset": None})
+    assert FORM.config_from_json(PUBLISHED[preset]) == config
+    assert FORM.config_from_json(FORM.config_json(config, "bfloat16")) == config
 
 
 YARN_JSON: dict[str, Any] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1}

@@ -42,6 +42,17 @@ class TestFla(KernelSuite):
 
 def test_the_largest_key_is_accepted() -> None:
     assert rules._unsupported_call(signature(static=STATIC | {"key_dim": 256})) is None
+    refusal = rules._unsupported_call(signature(static=STATIC | {"key_dim": 257}))
+    assert refusal == "a program holds at most 256 features of a key; key_dim is 257"
+
+
+@pytest.mark.parametrize(("available", "major"), [(True, 9), (False, None)])
+def test_the_major_capability_of_this_gpu_counts(
+    monkeypatch: pytest.MonkeyPatch, available: bool, major: int | None
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: available)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 3))
+    assert rules.capability() == major
 
 
 def results(rule: Any, tensors: list[Tensor], documents: Tensor | None) -> dict[str, Tensor]:

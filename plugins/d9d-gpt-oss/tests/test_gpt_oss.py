@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.cost import Share
+from d9d_core.cost import OpCost, Share
 from d9d_core.errors import BuildError, CheckpointError
 from d9d_core.kernel import OpSignature
 from d9d_core.model import Stage
@@ -22,6 +22,7 @@ from d9d_gpt_oss.costs import stage_cost
 from d9d_gpt_oss.hugging_face import GptOssHuggingFace
 from d9d_gpt_oss.model import GptOss
 from d9d_gpt_oss.plugin import d9d_models
+from d9d_moe import costs
 from d9d_nn.decoder.flops import training_flops_per_token
 from d9d_nn.ops import grouped_linear_torch
 from d9d_testing.suites.fresh import import_fresh
@@ -186,6 +187,26 @@ def test_costs_list_every_parameter() -> None:
         stage_cost(tiny(), Stage(), Share(1, 16, experts=3))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_costs_of_experts_are_those_of_their_parts(compiled: bool) -> None:
+    # Two ranks of tp with 16 tokens each, in 2 bytes; 4 of 8 experts of 32 x 24 on a rank; a token has 2 experts.
+    share = Share(2, 16, tensor=2, experts=2, compiled=compiled)
+    _, block, *_ = stage_cost(tiny(), Stage(), share).blocks
+    ops = {op.name: replace(op, weights=()) for op in block.ops}
+    product, gate = costs.grouped_swiglu(32, 32, 24, 4, 2, compiled=compiled, weights=())
+    sent, router = costs.dispatch(16, 8, 2, 32, 2, 2), costs.router(16, 32, 8, 2, weights=())
+    expected = [
+        OpCost("ffn input", "memory", kept=2 * 16 * 32), *router, costs.permutation(16, 32, 32, 2), product,
+        OpCost("biases", "memory", traffic=6 * 32 * 80, backward_traffic=2 * 32 * 80, kept=8 * 32),
+        replace(gate, kept=2 * 2 * 32 * 24), *sent.ops,
+    ]  # fmt: skip
+    assert list(ops.values())[-len(expected) :] == expected
+    states = 3 * 2 * 16 * 32  # hidden states and their gradients
+    assert block.workspace == pytest.approx(states + 2 * 2 * 32 * (32 + 24) + sent.workspace)
+    assert (block.exchanges[2:], block.backward_exchanges[2:]) == (sent.exchanges, sent.backward_exchanges)
+    assert block.expert_parameters == 4 * (3 * 32 * 24 + 2 * 24 + 32)
+
+
 def test_flops_are_what_a_step_executes() -> None:
     config, length = tiny(), 16
     model, tokens = random_model(SPEC, config), torch.randint(config.vocab_size, (2, length))
@@ -230,7 +251,10 @@ def published(**fields: Any) -> dict[str, Any]:
 def test_the_published_config_is_the_preset() -> None:
     preset = GptOssConfig.model_validate({"preset": "20b"}).model_copy(update={"preset": None})
     assert FORM.config_from_json(published()) == preset
-    left = {"rope_scaling": None, "rope_theta": None, "layer_types": None, "head_dim": None, "swiglu_limit": None}
+    left = {
+        "rope_scaling", "rope_theta", "layer_types", "head_dim", "swiglu_limit", "sliding_window", "rms_norm_eps",
+        "tie_word_embeddings", "initializer_range", "attention_bias", "max_position_embeddings",
+    }  # fmt: skip
     short = {name: value for name, value in published().items() if name not in left}
     assert FORM.config_from_json(short) == preset
 

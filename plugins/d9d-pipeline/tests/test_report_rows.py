@@ -79,7 +79,9 @@ def test_a_long_critical_path_is_shown_by_its_first_actions_and_its_last(
     step = simulation(2.0, 1.0, 3.0)
     step.critical_path, step.inbox = [f"F{number}" for number in range(length)], [1, 4]
     print_simulation(step, "a title")
-    facts = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[-6:]]
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:2] == ["a title", "rank stages computes idle holds offers sends"]
+    facts = lines[2 + step.ranks :]  # without a header
     assert facts[:5] == [
         "time 2",
         "bubble 25.00%; 12.50% inside the work of the idlest rank",

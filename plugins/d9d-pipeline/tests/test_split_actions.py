@@ -7,10 +7,22 @@ from typing import Any, cast
 
 import pytest
 import torch
+from d9d_core.config import PluginConfig
 from d9d_core.program.runner import StageRunner, StepState, Visit
-from d9d_core.schedule import Action, Backward, Forward, InputBackward, Program, WeightBackward
+from d9d_core.schedule import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    Overlap,
+    Program,
+    ReceiveActivation,
+    SendActivation,
+    WeightBackward,
+)
 from d9d_pipeline.overlap.handlers import OverlapHandlers
 from d9d_pipeline.overlap.streams import StageStreams
+from d9d_pipeline.runtime import handlers as module
 from d9d_pipeline.runtime.handlers import SplitBackwardHandlers
 from d9d_testing.toy.deferring import Deferring
 from torch import nn
@@ -54,6 +66,25 @@ def test_an_evaluation_defers_nothing() -> None:
     state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {}, evaluated=lambda _outputs, _microbatch: None)
     SplitBackwardHandlers(cast("StageRunner", recorder)).handlers()[Forward](Forward(0, 1), state)
     assert recorder.seen == [False]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_rank_has_the_handlers_of_its_programs(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, splits: bool, pairs: bool
+) -> None:
+    kinds = (
+        {Forward, Backward} | ({InputBackward, WeightBackward} if splits else set()) | ({Overlap} if pairs else set())
+    )
+    runner: Any = Recorder()
+    runner.pipeline = SimpleNamespace(ranks=ranks, kinds=kinds)
+    sends = {SendActivation: print, ReceiveActivation: print}
+    monkeypatch.setattr(module, "Transfers", lambda _runner: SimpleNamespace(handlers=lambda: sends))
+    found = module.handlers(cast("PluginConfig", None), runner)
+    assert found.keys() == kinds | (sends.keys() if ranks > 1 else set())
+    owner = getattr(found[Forward], "__self__", None)
+    assert isinstance(owner, SplitBackwardHandlers) if splits else owner is runner
 
 
 def test_what_goes_to_another_stage_of_the_rank_crosses_streams(monkeypatch: pytest.MonkeyPatch) -> None:

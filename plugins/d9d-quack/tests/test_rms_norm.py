@@ -13,6 +13,7 @@ from d9d_core.kernel import OpSignature, OpSlot
 from d9d_core.registry.capabilities import Circumstances, Judge
 from d9d_engine.compose.kernels import bind_kernels
 from d9d_quack import rules
+from d9d_quack.rms_norm import build
 from d9d_testing.suites.kernel import KernelSuite
 from torch import Tensor, nn
 
@@ -56,6 +57,17 @@ class TestQuackOnCuda(KernelSuite):
     target = "rms_norm.quack"
     device = "cuda"
     dtypes = ("float32", "bfloat16")
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("rows", [3, 0])
+def test_rows_are_normalised_with_any_epsilon_and_weight(rows: int) -> None:
+    x, weight = torch.randn(rows, 2, 8).bfloat16(), torch.linspace(-1, 2, 16)[::2]
+    norm = build(signature())
+    for eps in (1e-6, 0.5):
+        found = norm(x, weight, eps)
+        assert (found.shape, found.dtype) == (x.shape, torch.bfloat16)
+        assert torch.equal(found, reference(x, weight, eps))
 
 
 def signature(**changes: Any) -> OpSignature:

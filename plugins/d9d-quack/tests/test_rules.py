@@ -18,6 +18,15 @@ def asked(op: str, dtype: str = "bfloat16", device: str = "cuda", **static: Any)
     return decision.accept, decision.priority, decision.reason
 
 
+@pytest.mark.parametrize(("available", "major"), [(True, 9), (False, None)])
+def test_the_major_capability_of_this_gpu_counts(
+    monkeypatch: pytest.MonkeyPatch, available: bool, major: int | None
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: available)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 3))
+    assert rules.capability() == major
+
+
 def test_norms_have_even_rows_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for major in (None, 9, 10):
         on(monkeypatch, major)

@@ -30,11 +30,10 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d9d_triton.adamw._BLOCK_INTERPRETED", 1 << 14)
 
 
-def parameters(dtype: torch.dtype, device: str) -> dict[str, nn.Parameter]:
+def parameters(dtype: torch.dtype, device: str, wide: tuple[str, ...] = ()) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for name, shape in SHAPES.items()
-    }
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(x.to(device, torch.float32 if name in wide else dtype)) for name, x in drawn.items()}
 
 
 def adamw(**settings: Any) -> Make:
@@ -54,9 +53,10 @@ def steps(
     gates: tuple[bool, ...] = (True, True, True),
     divisor: float | None = None,
     gradients: torch.dtype | None = None,
+    wide: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """Parameters and state after a few steps."""
-    named = parameters(dtype, device)
+    """Parameters and state after a few steps; the wide ones are float32, whatever the dtype of the others."""
+    named = parameters(dtype, device, wide)
     optimizer: Any = make(named)
     if fused:
         (slot,) = optimizer.op_slots().values()
@@ -69,7 +69,7 @@ def steps(
             parameter.grad = None
             if gradients is not None:
                 parameter.grad_dtype = gradients
-            parameter.grad = drawn.to(device, gradients or dtype)
+            parameter.grad = drawn.to(device, gradients or parameter.dtype)
         if divisor is not None:
             optimizer.divide_gradients(torch.tensor(divisor, device=device))
         optimizer.step(torch.tensor(gate, device=device))
@@ -170,6 +170,16 @@ def test_moments_in_bfloat16_are_rounded_with_noise_of_their_own(monkeypatch: py
         # Other noise would round about half of the numbers otherwise.
         assert (found != expected).sum() <= max(1, 0.05 * expected.numel()), name
         torch.testing.assert_close(found, expected, rtol=1 / 64, atol=1e-6, msg=lambda t, name=name: f"{name}: {t}")
+
+
+def test_stochastic_rounding_leaves_wide_weights_and_moments_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "large", (70, 3))
+    make = stochastic(lr=0.01, weight_decay=0.1)
+    wide = ("matrix", "vector", "scalar")
+    fused, plain = (steps(make, torch.bfloat16, fused=f, gates=(True, True), wide=wide) for f in (True, False))
+    for name, found, expected in pairs(fused, plain):
+        if name.startswith(wide):
+            torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6, msg=lambda t, name=name: f"{name}: {t}")
 
 
 def test_a_step_is_built_with_or_without_stochastic_rounding() -> None:

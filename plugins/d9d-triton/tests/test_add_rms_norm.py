@@ -163,6 +163,24 @@ def test_gradients_that_are_absent_or_that_nobody_needs(
     assert_near(found, exact, torch.float32)
 
 
+class Stopped(torch.autograd.Function):
+    """Identity without a gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def test_no_gradient_leaves_where_none_arrives() -> None:
+    x, added, weight = (normal(*shape).requires_grad_() for shape in ((3, 5), (3, 5), (5,)))
+    normed, total = Stopped.apply(*add_rms_norm(x, added, weight, 1e-3))
+    assert torch.autograd.grad((normed + total).sum(), (x, added, weight), allow_unused=True) == (None, None, None)
+
+
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize(
     "draw",

@@ -98,16 +98,19 @@ def test_a_layer_with_a_changed_projection_has_no_slot_for_all_of_them() -> None
     assert set(module.op_slots()) == {"rope", "normed_rope"}
 
 
-def test_trained_angles_have_gradients() -> None:
-    x, (cos, sin) = torch.randn(1, 5, 16), (torch.randn(1, 5, 4).requires_grad_() for _ in range(2))
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
+def test_trained_angles_have_gradients(trained: tuple[bool, bool]) -> None:
+    x, (cos, sin) = torch.randn(1, 5, 16), (torch.randn(1, 5, 4).requires_grad_(wanted) for wanted in trained)
     module = layer()
     weights = [module.get_submodule(name).weight for name in (*PROJECTIONS, "q_norm", "k_norm")]
     sum(out.sum() for out in attention_inputs(x, *weights, cos, sin, 1e-6)).backward()
-    found = {"cos": cos.grad, "sin": sin.grad}
+    found = {name: angles.grad for name, angles in (("cos", cos), ("sin", sin)) if angles.grad is not None}
     cos, sin = (angles.detach().requires_grad_() for angles in (cos, sin))
     heads = [torch.nn.functional.linear(x, weight).view(1, 5, -1, 8) for weight in weights[:2]]
     sum(out.sum() for out in plain.normed_rope(*heads, *weights[3:], cos, sin, 1e-6)).backward()
-    assert_close_gradients(found, {"cos": cos.grad, "sin": sin.grad})
+    exact = {"cos": cos.grad, "sin": sin.grad}
+    assert list(found) == [name for name, wanted in zip(exact, trained, strict=True) if wanted]
+    assert_close_gradients(found, {name: exact[name] for name in found})
 
 
 def test_projections_of_other_dtypes_are_refused() -> None:

@@ -13,12 +13,18 @@ from torch import Tensor
 
 def weights(kind: str) -> list[Tensor]:
     memory = torch.arange(40.0).view(10, 4)
+    shared = bytearray(memory.numpy().tobytes())
     return {
         "adjacent": [memory[1:4], memory[4:9]],
         "in another order": [memory[4:9], memory[1:4]],
         "with a gap": [memory[1:3], memory[4:9]],
         "of other memory": [memory[1:4], memory[4:9].clone()],
         "not contiguous": [memory[1:4].T.contiguous().T, memory[4:9]],
+        "transposed": [memory[1:4].view(4, 3).T, memory[4:9]],
+        "of two storages": [
+            torch.frombuffer(shared, dtype=torch.float32, count=12, offset=16).view(3, 4),
+            torch.frombuffer(shared, dtype=torch.float32, count=20, offset=64).view(5, 4),
+        ],
         "one": [memory[2:5]],
     }[kind]
 
@@ -27,7 +33,7 @@ def weights(kind: str) -> list[Tensor]:
     ("kind", "copied"),
     [
         ("adjacent", False), ("one", False), ("in another order", True), ("with a gap", True),
-        ("of other memory", True), ("not contiguous", True),
+        ("of other memory", True), ("not contiguous", True), ("transposed", True), ("of two storages", True),
     ],
 )  # fmt: skip
 def test_weights_are_copied_only_where_they_do_not_follow_each_other(kind: str, copied: bool) -> None:

@@ -230,9 +230,10 @@ def test_without_a_gradient_of_the_weight_chunks_have_tokens(monkeypatch: pytest
 
 def test_a_graph_is_walked_again_only_without_kept_logits() -> None:
     hidden, weight, targets = example()
-    loss = LinearCrossEntropyByWords()(hidden, weight, targets, keep=False).sum()
-    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    op = LinearCrossEntropyByWords()
+    for losses in (op(hidden, weight, targets, keep=False), op.with_ranks(hidden, weight, targets)[0]):
+        first, second = (torch.autograd.grad(losses.sum(), (hidden, weight), retain_graph=True) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     loss = LinearCrossEntropyByWords()(hidden, weight, targets).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -161,7 +161,23 @@ def test_squares_of_gradients_are_those_of_float64() -> None:
 
 def test_trained_angles_have_gradients() -> None:
     inputs = normal(2, 3, 2, 8), normal(2, 3, 1, 8, seed=1), *cos_sin(1, 3, 4)
-    assert_close_gradients(outcome(rope.rope, *inputs), outcome(plain_rope.rope, *inputs))
+    exact = outcome(plain_rope.rope, *inputs)
+    assert_close_gradients(outcome(rope.rope, *inputs), exact)
+    weights = normal(8, seed=2), normal(8, seed=3)
+    for op, plain in (
+        (rope.rope, plain_rope.rope),
+        (
+            lambda query, key, *angles: normed_rope.normed_rope(query, key, *weights, *angles, 1e-6),
+            lambda query, key, *angles: plain_normed_rope.normed_rope(query, key, *weights, *angles, 1e-6),
+        ),
+    ):
+        for place in (2, 3):  # only one of the two is trained
+            leaves = [x.detach().requires_grad_(index == place) for index, x in enumerate(inputs)]
+            (found,), (expected,) = (
+                torch.autograd.grad(sum(out.square().sum() for out in each(*leaves)), leaves[place])
+                for each in (op, plain)
+            )
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.thorough
@@ -182,6 +198,11 @@ def test_without_an_epsilon_what_fills_up_a_tile_reaches_no_gradient() -> None:
     rms_norm.rms_norm(x, weight, 0.0).sum().backward()
     assert x.grad.isfinite().all()
     assert weight.grad.isfinite().all()
+    heads = outcome(
+        lambda *leaves: normed_rope.normed_rope(*leaves, *cos_sin(1, 3, 2), 0.0),
+        *(normal(1, 3, 1, 4), normal(1, 3, 1, 4, seed=1), normal(4, seed=2), normal(4, seed=3)),
+    )
+    assert all(found.isfinite().all() for found in heads.values())
 
 
 @pytest.mark.parametrize(

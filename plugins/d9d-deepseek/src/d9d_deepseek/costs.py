@@ -70,7 +70,8 @@ def _linear(
     """Cost of a projection of attention, which ``tp`` splits along ``cut``."""
     weights = [Weight(f"attention.{name}.weight", (outputs, features), "linear", cut)]
     if name.rpartition(".")[2] in config.biased_projections():
-        weights.append(Weight(f"attention.{name}.bias", (outputs,), cut=0 if cut == 0 else None))
+        # Never split: no projection with a bias is split along its outputs.
+        weights.append(Weight(f"attention.{name}.bias", (outputs,)))
     keeps = {"keeps_input": keeps_input}
     return linear(name, share.tokens, features, outputs, share.width, weights=tuple(weights), **keeps)
 

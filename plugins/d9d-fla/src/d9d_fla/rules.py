@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from d9d_core.kernel import Decision, OpSignature
@@ -72,10 +73,8 @@ def _numbers(release: str) -> tuple[int, ...]:
 def installed(*distributions: str) -> str | None:
     """Release of the first of these distributions that is installed."""
     for name in distributions:
-        try:
+        with suppress(PackageNotFoundError):
             return version(name)
-        except PackageNotFoundError:
-            continue
     return None
 
 

@@ -227,9 +227,9 @@ class LauncherSuite(ComponentSuite):
         assert record is not None
         assert (record.identifier, record.engine) == (identifier, self.target)
         report = RunReport(request.folder.parent, record, launcher.status(identifier, request.folder, 3))
-        assert not any("changed" in line for line in report.lines())
+        assert "changed" not in "\n".join(report.lines())
         job.write_text(f"{request.job}# changed\n")
-        assert any("has changed since the submission" in line for line in report.lines())
+        assert "has changed since the submission" in "\n".join(report.lines())
 
     # --- helpers for subclasses
 

@@ -92,8 +92,7 @@ class SplitBackwardHandlers:
         assert isinstance(action, InputBackward)
         self._stages[action.stage].expect(True)
         visit, gradients = self._runner.open_backward(action, state)
-        leaves = [leaf for leaf in visit.leaves.values() if leaf.requires_grad]
-        roots = list(visit.roots.values())
+        roots, leaves = list(visit.roots.values()), list(visit.leaves.values())
         weights = self._stages[action.stage].inputs(roots, gradients, leaves)
         state.weights[action.stage, action.microbatch] = weights.run
         self._runner.close_backward(action, visit, state)

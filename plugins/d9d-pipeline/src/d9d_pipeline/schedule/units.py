@@ -28,8 +28,7 @@ def rounds(microbatches: int, ranks: int) -> list[range]:
     for a microbatch to return.
     """
     count = max(1, microbatches // ranks)
-    edges = [microbatches * index // count for index in range(count + 1)]
-    return [range(edges[index], edges[index + 1]) for index in range(count)]
+    return [range(microbatches * index // count, microbatches * (index + 1) // count) for index in range(count)]
 
 
 def depth_first(stages: Sequence[int], groups: Sequence[range]) -> list[Unit]:
