@@ -40,6 +40,7 @@ def like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def test_a_state_arrives_bit_for_bit_also_if_the_client_comes_first(server: Server) -> None:
     sent = state()
+    server.offer(Offer("an earlier key", {}, sent))
     timer = threading.Timer(0.2, lambda: server.offer(Offer("key", {"step": 7, "names": ["a"]}, sent)))
     timer.start()
     values, found = fetch(server.address, TOKEN, "key", like(sent), 5.0)
@@ -161,3 +162,13 @@ def test_a_block_is_one_json_object(block: bytes, text: str) -> None:
         here.sendall(len(block).to_bytes(8, "big") + block)
         with pytest.raises(TransportError, match=text):
             transport._received_json(there, 100)
+
+
+def test_a_block_may_be_as_long_as_the_limit() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        transport._send_block(here, b'{"a": 1}')
+        assert transport._received_json(there, 8) == {"a": 1}
+        transport._send_block(here, b'{"a": 1}')
+        with pytest.raises(TransportError, match="a block of 8 bytes is longer than 7"):
+            transport._received_json(there, 7)
