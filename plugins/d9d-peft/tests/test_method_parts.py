@@ -205,6 +205,30 @@ def test_adapters_of_another_kind_rank_or_scale_are_refused() -> None:
         files.check_config(config, fits, [], use_dora=True)
 
 
+def test_ranks_and_scales_of_single_layers_are_stated_by_names_that_select_no_other_layer() -> None:
+    config = LoraConfig(r=2, alpha=3, rank_pattern={"q": 4, "k": 2}, alpha_pattern={"*.q": 5, "v": 3})
+    modules = {name: name.removeprefix("d.") for name in ("d.q", "d.a.q", "d.b.a.q", "d.xa.q", "d.a.k", "d.v")}
+    found = files.config_json(config, modules, ["m.1.up", "a.0.up"], ["norm.weight", "norm.bias", "h.head.weight"])
+    # The library also gives the values of "q" to "a.q", unless the name begins with ^.
+    assert found["rank_pattern"] == {"^q": 4, "^a.q": 4, "b.a.q": 4, "xa.q": 4}
+    assert found["alpha_pattern"] == {"^q": 5.0, "^a.q": 5.0, "b.a.q": 5.0, "xa.q": 5.0}
+    assert found["target_modules"] == ["a.0.up", "a.k", "a.q", "b.a.q", "m.1.up", "q", "v", "xa.q"]
+    assert found["modules_to_save"] == ["h.head", "norm"]
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (4, ""), (5, ", and 1 more"), (6, ", and 2 more")])
+def test_layers_with_another_rank_or_scale_in_an_adapter_are_told(count: int, more: str) -> None:
+    pairs = [(f"d.{index}.q", f"m.{index}.q") for index in range(count)]
+    listed = ", ".join(f"d.{index}.q: {{0}}" for index in range(min(count, 4)))
+    for field, what, value, own in (("rank_pattern", "rank", 8, 2), ("alpha_pattern", "alpha", 6.0, 3.0)):
+        with pytest.raises(CheckpointError) as caught:
+            files.check_patterns(LoraConfig(r=2, alpha=3), {field: {"q": value}}, [("d.k", "m.k"), *pairs])
+        assert str(caught.value) == (
+            f"the adapter's {what} for 'm.0.q' is {value}, but the job's is {own}; set the adapter's values: "
+            f"peft.{field}: {{{listed.format(value)}}}{more}"
+        )
+
+
 def test_updates_are_found_among_the_names_of_tensors() -> None:
     names = [
         "a.lora_A.weight", "a.lora_B.weight", "head.lora_head_A.weight", "words.lora_embedding_A.weight",
