@@ -130,6 +130,19 @@ if sys.argv[1] != "0":
     assert supervised(script, names=("0", "2"))[0] == 0
 
 
+def test_the_last_lines_of_replicas_are_printed_and_bytes_that_are_no_text_replaced() -> None:
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        time.sleep(0.1)  # a slow terminal
+        lines.append(line)
+
+    script = r"import sys; sys.stdout.buffer.write(b'one  \nt\xffwo\nthree'); sys.stderr.write('\nfour\n')"
+    made = Supervisor(lambda _name: [sys.executable, "-c", script], ["a"], 0, say)
+    assert made.run() == 0
+    assert sorted(lines) == ["a: four", "a: one", "a: three", "a: t\ufffdwo"]
+
+
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_replicas_have_sessions_of_their_own_and_a_token_that_ends_with_the_command(
     in_memory: bool, monkeypatch: pytest.MonkeyPatch
