@@ -17,6 +17,7 @@ from d9d_peft.lora.dora import Dora
 from d9d_peft.lora.linear import adapted_layers, is_adapted, merged_weight
 from d9d_peft.lora.merging import terms_of
 from d9d_peft.lora.method import Lora
+from d9d_peft.lora.saved import check_saved
 from d9d_peft.lora.vocabulary import merged_embedding
 from d9d_weights.graph.graph import map_tensors
 from torch import Tensor, nn
@@ -227,6 +228,22 @@ def test_layers_with_another_rank_or_scale_in_an_adapter_are_told(count: int, mo
             f"the adapter's {what} for 'm.0.q' is {value}, but the job's is {own}; set the adapter's values: "
             f"peft.{field}: {{{listed.format(value)}}}{more}"
         )
+
+
+def test_a_module_to_save_shares_no_parameter_has_parameters_and_gets_no_update() -> None:
+    stage = nn.ModuleDict(
+        {"words": nn.Embedding(5, 4), "up": nn.Linear(4, 5), "norm": nn.LayerNorm(4), "act": nn.Tanh()}
+    )
+    check_saved(stage, ("words", "norm"), ["up"])
+    with pytest.raises(BuildError, match="'act' has no parameters; name another module"):
+        check_saved(stage, ("norm", "act"), ["up"])
+    with pytest.raises(BuildError, match="'up' is also in peft.targets"):
+        check_saved(stage, ("up", "norm"), ["up"])
+    stage["up"].weight = stage["words"].weight
+    check_saved(stage, ("norm",), [])
+    for name in ("words", "up"):
+        with pytest.raises(BuildError, match=f"embedding and head share the weight of '{name}'"):
+            check_saved(stage, ("norm", name), [])
 
 
 def test_updates_are_found_among_the_names_of_tensors() -> None:

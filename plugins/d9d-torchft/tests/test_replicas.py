@@ -157,6 +157,7 @@ def fleet(tmp_path: Path) -> Any:
 def test_replicas_heal_at_the_start_sum_and_go_on_without_a_lost_one_which_comes_back(fleet: Fleet) -> None:
     for step in range(2):
         found = fleet.each(fleet.step)
+        assert [replica._opened.server._offer for replica in fleet.replicas.values()] == [None] * 3  # type: ignore[union-attr]
         assert {value for _, value, _ in found.values()} == {3.0}
         assert [attempt.source for attempt, _, _ in found.values()] == ([None, "a", "a"] if step == 0 else [None] * 3)
         assert [attempt.index for attempt, _, _ in found.values()] == [0, 1, 2]
@@ -294,6 +295,27 @@ def test_too_few_replicas_are_an_error_after_a_while(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "a", min_replicas=2, quorum_timeout=0.3)
     with pytest.raises(TrainingError, match=r"1 of 2 replicas \(min_replicas\) came within 0.3 s"):
         fleet.meet("a")
+    fleet.close()
+
+
+def test_replicas_that_have_just_taken_a_state_keep_it_although_the_attempt_fails(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", "b")
+    assert [attempt.source for attempt in fleet.each(fleet.meet).values()] == [None, "a"]
+
+    def disconnected(*_: Any) -> None:
+        raise RuntimeError("connection reset")
+
+    def lose(name: str) -> bool:
+        fleet.replicas[name]._group.reduce = disconnected  # type: ignore[union-attr, method-assign]
+        fleet.replicas[name].reduce([torch.ones(2)], "sum")
+        return fleet.replicas[name].commit()
+
+    assert fleet.each(lose) == {"a": False, "b": False}
+    found = fleet.each(fleet.step)
+    assert [(attempt.source, committed) for attempt, _, committed in found.values()] == [(None, True)] * 2
+    for replica in fleet.replicas.values():  # after a step, no state is offered that the next step changes
+        assert replica._opened is not None
+        assert replica._opened.server._offer is None
     fleet.close()
 
 
