@@ -176,6 +176,27 @@ def test_other_tensors_are_refused_before_anything_is_copied(tmp_path: Path) -> 
     assert all(not tensor.any() for tensor in target.values())
 
 
+def test_some_of_the_tensors_below_a_name_are_loaded_if_others_may_be_left_out(tmp_path: Path) -> None:
+    checkpoint, saved_ones = newest(saved(tmp_path)), tensors()
+    target = {"model/half": torch.zeros(4, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointError, match="'model/weight' is in the checkpoint only"):
+        checkpoint.load_into(target, "model/")
+    assert not target["model/half"].any()
+    checkpoint.load_into(target, "model/", only=True)
+    assert torch.equal(target["model/half"], saved_ones["model/half"])
+    with pytest.raises(CheckpointError, match="'model/new' is not in the checkpoint; restore"):
+        checkpoint.load_into({"model/new": torch.zeros(4)}, "model/", only=True)
+
+
+@pytest.mark.parametrize(("count", "more"), [(3, ""), (4, " (and 1 more)"), (5, " (and 2 more)")])
+def test_three_differences_are_told_and_others_counted(tmp_path: Path, count: int, more: str) -> None:
+    checkpoint = newest(saved(tmp_path))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_into({f"model/{index}": torch.zeros(1) for index in range(count)}, only=True)
+    listed = "; ".join(f"'model/{index}' is not in the checkpoint" for index in range(3))
+    assert f"saved by a different job: {listed}{more}; restore" in str(caught.value)
+
+
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     store = saved(tmp_path)
     path = tmp_path / "step-00000005" / "manifest.json"

@@ -264,7 +264,9 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_training(job: Mak
 def test_a_job_for_a_device_this_machine_lacks_can_be_checked_but_not_trained(job: MakeJob, device: str) -> None:
     if torch.accelerator.is_available():
         pytest.skip("this machine may have the device")
-    assert job(f"device={device}").plan().parameters == (33, 33)
+    found = job(f"device={device}").plan()
+    assert found.parameters == (33, 33)
+    assert found.memory == MemoryEstimate(parameters=132, gradients=132, optimizer=132, frozen=0)
     with pytest.raises(JobError, match=f"device: '{device}' is not available here; available: auto, cpu"):
         quiet(job(f"device={device}"))
     with pytest.raises(JobError, match="device: torch knows no 'toaster'"):

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -24,8 +25,10 @@ from d9d_core.subscriber import subscribe
 from d9d_core.traits import Adapts, HasTallies
 from d9d_engine.compose.parts.elastic import build_shared_step
 from d9d_engine.job import Job
+from d9d_engine.run.attempts import Attempts
 from d9d_engine.run.trainer import Trainer
 from d9d_engine.step.auxiliary_losses import Tallies
+from d9d_engine.step.elastic import UndoneError
 from d9d_engine.step.metrics import Statistics
 from d9d_testing.toy import plugin as toy
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, quiet, toy_job
@@ -366,3 +369,53 @@ def test_tallies_of_a_replica_without_microbatches_are_zeros_that_can_be_summed(
     tallies.take(0)
     tallies.adapt(torch.tensor(True))
     assert module.adapted == [[5.0, 5.0], [3.0, 4.0]]
+
+
+def test_a_lost_replica_repeats_a_step_with_the_same_pack_and_another_state_needs_a_new_one() -> None:
+    """Attempts, as replica 0: an undone one, a repetition alone, a state that was taken, and a stop."""
+    phases, notes, emitted, asked = [], [], [], []
+    attempts = iter(
+        [
+            Attempt(0, ("0", "1"), "k/1"),
+            Attempt(0, ("0",), "l/1"),
+            Attempt(0, ("0", "1"), "m/2", source="1"),
+            None,
+        ]
+    )
+    packs, positions = iter(["first", "second"]), iter(range(9))
+
+    def meet(step: int, live: Any) -> Attempt | None:
+        asked.append((step, live))
+        return next(attempts)
+
+    def step(number: int, pack: Any, attempt: Attempt) -> Any:
+        if attempt.key == "k/1":
+            raise UndoneError
+        return number, pack, attempt.key
+
+    made = Attempts(
+        SimpleNamespace(replicas=SimpleNamespace(meet=meet)),  # type: ignore[arg-type]
+        step,  # type: ignore[arg-type]
+        SimpleNamespace(watchdog=SimpleNamespace(phase=lambda *given: phases.append(given))),  # type: ignore[arg-type]
+        SimpleNamespace(state=lambda: {"at": next(positions)}, next=lambda: next(packs)),  # type: ignore[arg-type]
+        SimpleNamespace(emit=emitted.append),  # type: ignore[arg-type]
+        lambda name: nullcontext(),  # type: ignore[arg-type, return-value]
+        lambda position: position,  # type: ignore[arg-type, return-value]
+        notes.append,
+    )
+    progress: Any = SimpleNamespace(step=6)
+    assert made.step(progress) == (6, "first", "l/1")
+    assert made.replicas == 1
+    assert made.step(progress) == (6, "second", "m/2")
+    assert made.replicas == 2
+    assert made.step(progress) is None
+    assert asked == [(6, {"at": 0}), (6, {"at": 0}), (6, {"at": 1}), (6, {"at": 3})]
+    assert phases == [("step", 6)] * 3
+    assert [one.attempt.key for one in emitted] == ["k/1", "l/1", "m/2"]
+    assert notes == [
+        "step 7: 2 replicas share the batch: 0, 1",
+        "step 7: a replica was lost; the step is repeated",
+        "step 7: 1 replica runs the batch: 0",
+        "took the state of replica 1 after step 6",
+        "step 7: 2 replicas share the batch: 0, 1",
+    ]

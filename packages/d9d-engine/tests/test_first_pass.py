@@ -237,16 +237,16 @@ def test_collectives_of_a_first_pass_reach_the_ranks_with_other_samples(monkeypa
     def gather(into: Tensor, mine: Tensor, group: object) -> None:
         assert group == "group"
         assert mine.is_contiguous()
-        into.copy_(torch.cat([mine, mine + 100, mine + 200]))
+        into.copy_(torch.cat([mine, mine + 100]))
 
     def reduce(tensor: Tensor, group: object) -> None:
         assert group == "group"
         tensor += 1
 
     monkeypatch.setattr(step_module, "dist", SimpleNamespace(all_gather_into_tensor=gather, all_reduce=reduce))
-    ranks = GroupRanks(1, 3, cast("Any", "group"))
+    ranks = GroupRanks(0, 2, cast("Any", "group"))
     rows = torch.tensor([[1, 2], [3, 4]]).t()
-    assert ranks.all_gather(rows).tolist() == [[1, 3], [2, 4], [101, 103], [102, 104], [201, 203], [202, 204]]
+    assert ranks.all_gather(rows).tolist() == [[1, 3], [2, 4], [101, 103], [102, 104]]
     total = torch.tensor([1.0])
     assert ranks.all_reduce(total) is total
     assert total.tolist() == [2.0]

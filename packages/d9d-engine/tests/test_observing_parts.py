@@ -319,6 +319,18 @@ def test_a_number_of_processes_is_a_number_or_auto(nproc: str) -> None:
         for_processes(cast("Any", None), nproc)
 
 
+def test_one_process_is_a_number_of_processes() -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def load(count: int, again: bool) -> Any:
+        asked.append((count, again))
+        raise KeyError("loaded")
+
+    with pytest.raises(KeyError, match="loaded"):
+        for_processes(load, "1")
+    assert asked == [(1, False)]
+
+
 class Ears:
     """Launcher that hears of a process's failure."""
 

@@ -65,6 +65,10 @@ def test_sigterm_before_there_is_anything_to_save_ends_a_process_that_is_alone()
         with interrupts:  # what has begun in spite of it stops after its first step
             assert interrupts.requested == "SIGTERM"
         assert interrupts.requested is None
+        with interrupts.raised():
+            pass
+        signal.raise_signal(signal.SIGTERM)  # outside of the blocks, it is only noted
+        assert interrupts.requested == "SIGTERM"
     assert signal.getsignal(signal.SIGTERM) == previous
 
 

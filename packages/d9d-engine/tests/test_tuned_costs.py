@@ -265,3 +265,13 @@ def test_the_operations_that_a_method_saves_and_adds_are_for_one_token(monkeypat
 def test_numbers_in_names_sort_as_numbers() -> None:
     names = ["layers.10", "layers.9", "layers.9.x", "head", "layers.2"]
     assert sorted(names, key=tuning._by_number) == ["head", "layers.2", "layers.9", "layers.9.x", "layers.10"]
+
+
+def test_embeddings_come_before_blocks_whatever_their_names() -> None:
+    words = replace(BLOCK, name="words", names=("words",), is_block=False)
+    stage = StageCost(
+        (words, replace(BLOCK, names=("layers.0",)), replace(BLOCK, name="head", names=("a",), is_block=False))
+    )
+    found = tuned([stage], trains("layers.0.q.weight"), SHARE)[0].blocks
+    assert [block.name for block in found] == ["words", "layer", "head"]
+    assert [sum(op.backward_flops for op in block.ops) > 0 for block in found] == [False, True, True]

@@ -376,13 +376,17 @@ def test_an_op_whose_kernel_names_no_operators_is_an_error_once_it_is_bound() ->
         outcome.check_kernels()
 
 
-def test_a_name_that_is_no_op_of_the_blocks_is_an_error_unless_another_stage_has_it() -> None:
-    outcome = applied(Attending(), save=["wafe", "aten.tanh"])
+def test_a_name_that_is_no_op_of_the_blocks_is_an_error_unless_another_stage_has_it(caplog) -> None:
+    model = Attending()
+    outcome = applied(model, save=["wafe", "aten.tanh"])
     assert outcome.unmatched.keys() == {"wafe"}
     assert (
         "'wafe' in 'save' matches no operator; did you mean 'wave'? (ops of its blocks: wave)"
         in (outcome.unmatched["wafe"])
     )
+    for _ in range(2):
+        model(torch.ones(2, 4)).backward()
+    assert not caplog.records  # this stage stores all that it has
 
 
 def test_a_name_that_is_near_nothing_is_an_error_that_shows_what_names_look_like() -> None:

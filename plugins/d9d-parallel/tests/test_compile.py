@@ -150,6 +150,16 @@ def test_saved_operators_run_once_in_compiled_blocks_too(make_model, loss_and_gr
     assert (calls(), calls("aten.tanh")) == (6, 3)
 
 
+@pytest.mark.parametrize("is_checkpointed", [True, False])
+def test_checkpointed_blocks_may_replace_parameters_in_their_forwards(make_model, is_checkpointed: bool) -> None:
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=False):
+        model = make_model(depth=1)
+        if is_checkpointed:
+            checkpointed(model)
+        compiled(model)
+        assert torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint is is_checkpointed
+
+
 @pytest.mark.parametrize(
     "settings",
     [

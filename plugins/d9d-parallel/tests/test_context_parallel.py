@@ -41,12 +41,15 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-    """Scores of all pairs at once."""
+def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Scores of all pairs at once; a sink [N] is a further score without a value."""
     heads = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(heads, dim=2) for tensor in (key, value))
     scores = torch.einsum("bqnd,btnd->bnqt", query, key) / math.sqrt(query.shape[3])
-    return torch.einsum("bnqt,btnd->bqnd", scores.masked_fill(~seen, -math.inf).softmax(-1), value)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bnqt,btnd->bqnd", scores.softmax(-1)[..., : key.shape[1]], value)
 
 
 class Core(nn.Module):
@@ -304,8 +307,9 @@ def plain_core() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_sinks", [False, True])
 def test_a_ring_of_threads_computes_the_attention_of_one_rank(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, window: int | None, packed: bool
+    monkeypatch: pytest.MonkeyPatch, ranks: int, window: int | None, packed: bool, with_sinks: bool
 ) -> None:
     length = 12 * ranks
     boxes: list[Queue[Tensor]] = [Queue() for _ in range(ranks)]
@@ -326,15 +330,18 @@ def test_a_ring_of_threads_computes_the_attention_of_one_rank(
     factors = torch.randn(2, length, 4, 3, generator=generator, dtype=torch.float64)
     places = torch.arange(length)
     documents = torch.stack([places >= length // 3, places >= 5]).long() if packed else None
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64) if with_sinks else None
 
-    def work(rank: int) -> tuple[Tensor, list[Tensor]]:
+    def work(rank: int) -> tuple[Tensor, list[Tensor], Tensor | None]:
         made, own = RingAttention(SimpleNamespace(rank=rank, size=ranks)), ZigzagPositions(ranks, rank).own  # type: ignore[arg-type]
         leaves = [own(tensor).requires_grad_() for tensor in whole]
         # Masks are made once for all layers, or in the call.
         turns = documents if rank else made.prepare(documents, length, window, torch.device("cpu"))
-        out = made(*leaves, turns, window)
+        of_heads = None if sinks is None else sinks.clone().requires_grad_()
+        out = made(*leaves, turns, window, of_heads)
         (out * own(factors)).sum().backward()
-        return out.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
+        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        return out.detach(), grads, None if of_heads is None else of_heads.grad
 
     with ThreadPoolExecutor(ranks) as threads:
         found = list(threads.map(work, range(ranks)))
@@ -343,9 +350,12 @@ def test_a_ring_of_threads_computes_the_attention_of_one_rank(
     if documents is not None:
         seen = (seen & (documents[:, :, None] == documents[:, None]))[:, None]
     leaves = [tensor.requires_grad_() for tensor in whole]
-    expected = attention(*leaves, seen)
+    of_heads = None if sinks is None else sinks.clone().requires_grad_()
+    expected = attention(*leaves, seen, of_heads)
     (expected * factors).sum().backward()
-    for rank, (out, grads) in enumerate(found):
+    if of_heads is not None:
+        torch.testing.assert_close(torch.stack([grad for *_, grad in found if grad is not None]).sum(0), of_heads.grad)
+    for rank, (out, grads, _) in enumerate(found):
         own = ZigzagPositions(ranks, rank).own
         torch.testing.assert_close(out, own(expected.detach()))
         for grad, leaf in zip(grads, leaves, strict=True):

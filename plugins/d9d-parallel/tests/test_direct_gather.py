@@ -105,8 +105,16 @@ GATHER, COPY_IN, COPY_OUT = "allgather_into_tensor_coalesced_", "all_gather_copy
 REDUCE, REDUCE_BUFFER = "reduce_scatter_tensor_coalesced_", "_reduce_scatter_base_"
 
 
+def test_nothing_is_copied_where_shards_are_even(world: Any) -> None:
+    for ((same, counts),) in world(2).run(compared, [{"layers": (3,)}]):
+        assert same
+        assert counts[REDUCE] == 2 * 4  # microbatches and units; both parameters of a block in one call
+        assert counts[GATHER] > 0
+        assert not {COPY_IN, COPY_OUT, REDUCE_BUFFER} & counts.keys()
+
+
 @pytest.mark.thorough
-def test_nothing_is_copied_where_shards_are_even_and_numbers_stay_the_same(world: Any) -> None:
+def test_nothing_is_copied_in_any_order_of_gathers_and_numbers_stay_the_same(world: Any) -> None:
     cases: list[dict[str, Any]] = [
         {},
         {"settings": {"reshard_after_forward": False}},
@@ -193,6 +201,25 @@ def test_what_was_requested_and_not_used_is_freed(world: Any) -> None:
 def test_the_private_parts_of_torch_are_where_they_were(world: Any) -> None:
     for found in world(2).run(ways, {}):
         assert all(found.values())
+
+
+def streams() -> list[tuple[bool, str]]:
+    """Arguments of the requests for streams of gathers in a step, without repetitions."""
+    model = wrapped({})
+    shared = model._get_fsdp_state()._comm_ctx  # type: ignore[operator]
+    chosen, asked = shared.get_all_gather_streams, []
+
+    def noted(async_op: bool, state: Any) -> Any:
+        asked.append((async_op, state.name))
+        return chosen(async_op, state)
+
+    shared.get_all_gather_streams = noted
+    model(torch.ones(2, 4)).sum().backward()
+    return sorted(set(asked))
+
+
+def test_gathers_have_streams_of_their_own_in_forward_and_backward(world: Any) -> None:
+    assert world(2).run(streams) == [[(False, "FORWARD"), (False, "PRE_BACKWARD")]] * 2
 
 
 def test_parameters_in_the_hosts_memory_are_gathered_by_fsdp2(world: Any) -> None:

@@ -17,6 +17,7 @@ from d9d_parallel.context_parallel.costs import AttentionCosts, alternatives
 from d9d_parallel.data_parallel.strategy import _SHARDED, _units
 from d9d_parallel.tensor_parallel import forwards, symmetric_memory
 from d9d_parallel.tensor_parallel.async_forwards import AsyncColumns, Column, HandedProduct, RowProduct
+from d9d_parallel.tensor_parallel.async_products import AsyncProducts
 from d9d_parallel.tensor_parallel.forwards import (
     EmbeddingForward,
     GatheredSequence,
@@ -339,3 +340,20 @@ def test_a_module_that_every_rank_computes_whole_refuses_a_share_of_a_weight(mon
     layer = WholeSequence(nn.Identity(), ranks_of(0, 2), summed=False)
     with pytest.raises(ValueError, match="a module of style whole got a weight that is split over tp"):
         layer(torch.zeros(1, 2, 3), torch.zeros(4, 3).as_subclass(Split))
+
+
+@pytest.mark.parametrize("is_compiling", [False, True])
+@pytest.mark.parametrize("trained", ["rows", "weight", "both"])
+def test_a_row_product_has_the_gradients_of_a_linear_layer(
+    monkeypatch: pytest.MonkeyPatch, is_compiling: bool, trained: str
+) -> None:
+    rows = torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]]).requires_grad_(trained != "weight")
+    weight = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]]).requires_grad_(trained != "rows")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
+    out = AsyncProducts(ranks_of(0, 1), symmetric=False).row(rows, weight, None)
+    assert out.tolist() == [[[7.0, 9.0], [16.0, 21.0]]]
+    (out * torch.tensor([[[1.0, 10.0], [100.0, 1000.0]]])).sum().backward()
+    of_rows, of_weight = rows.grad, weight.grad
+    assert (of_rows is None, of_weight is None) == (trained == "weight", trained == "rows")
+    assert of_rows is None or of_rows.tolist() == [[[1.0, 30.0, 12.0], [100.0, 3000.0, 1200.0]]]
+    assert of_weight is None or of_weight.tolist() == [[401.0, 502.0, 603.0], [4010.0, 5020.0, 6030.0]]

@@ -17,6 +17,7 @@ from d9d_peft.lora.dora import Dora
 from d9d_peft.lora.linear import adapted_layers, is_adapted, merged_weight
 from d9d_peft.lora.merging import terms_of
 from d9d_peft.lora.method import Lora
+from d9d_peft.lora.saved import check_saved
 from d9d_peft.lora.vocabulary import merged_embedding
 from d9d_weights.graph.graph import map_tensors
 from torch import Tensor, nn
@@ -203,6 +204,46 @@ def test_adapters_of_another_kind_rank_or_scale_are_refused() -> None:
             files.check_config(config, {**fits, field: value}, [])
     with pytest.raises(CheckpointError, match="no magnitudes"):
         files.check_config(config, fits, [], use_dora=True)
+
+
+def test_ranks_and_scales_of_single_layers_are_stated_by_names_that_select_no_other_layer() -> None:
+    config = LoraConfig(r=2, alpha=3, rank_pattern={"q": 4, "k": 2}, alpha_pattern={"*.q": 5, "v": 3})
+    modules = {name: name.removeprefix("d.") for name in ("d.q", "d.a.q", "d.b.a.q", "d.xa.q", "d.a.k", "d.v")}
+    found = files.config_json(config, modules, ["m.1.up", "a.0.up"], ["norm.weight", "norm.bias", "h.head.weight"])
+    # The library also gives the values of "q" to "a.q", unless the name begins with ^.
+    assert found["rank_pattern"] == {"^q": 4, "^a.q": 4, "b.a.q": 4, "xa.q": 4}
+    assert found["alpha_pattern"] == {"^q": 5.0, "^a.q": 5.0, "b.a.q": 5.0, "xa.q": 5.0}
+    assert found["target_modules"] == ["a.0.up", "a.k", "a.q", "b.a.q", "m.1.up", "q", "v", "xa.q"]
+    assert found["modules_to_save"] == ["h.head", "norm"]
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (4, ""), (5, ", and 1 more"), (6, ", and 2 more")])
+def test_layers_with_another_rank_or_scale_in_an_adapter_are_told(count: int, more: str) -> None:
+    pairs = [(f"d.{index}.q", f"m.{index}.q") for index in range(count)]
+    listed = ", ".join(f"d.{index}.q: {{0}}" for index in range(min(count, 4)))
+    for field, what, value, own in (("rank_pattern", "rank", 8, 2), ("alpha_pattern", "alpha", 6.0, 3.0)):
+        with pytest.raises(CheckpointError) as caught:
+            files.check_patterns(LoraConfig(r=2, alpha=3), {field: {"q": value}}, [("d.k", "m.k"), *pairs])
+        assert str(caught.value) == (
+            f"the adapter's {what} for 'm.0.q' is {value}, but the job's is {own}; set the adapter's values: "
+            f"peft.{field}: {{{listed.format(value)}}}{more}"
+        )
+
+
+def test_a_module_to_save_shares_no_parameter_has_parameters_and_gets_no_update() -> None:
+    stage = nn.ModuleDict(
+        {"words": nn.Embedding(5, 4), "up": nn.Linear(4, 5), "norm": nn.LayerNorm(4), "act": nn.Tanh()}
+    )
+    check_saved(stage, ("words", "norm"), ["up"])
+    with pytest.raises(BuildError, match="'act' has no parameters; name another module"):
+        check_saved(stage, ("norm", "act"), ["up"])
+    with pytest.raises(BuildError, match="'up' is also in peft.targets"):
+        check_saved(stage, ("up", "norm"), ["up"])
+    stage["up"].weight = stage["words"].weight
+    check_saved(stage, ("norm",), [])
+    for name in ("words", "up"):
+        with pytest.raises(BuildError, match=f"embedding and head share the weight of '{name}'"):
+            check_saved(stage, ("norm", name), [])
 
 
 def test_updates_are_found_among_the_names_of_tensors() -> None:

@@ -63,6 +63,24 @@ def test_terms_start_at_nothing() -> None:
     torch.testing.assert_close(model(TARGETS), plain(TARGETS))
 
 
+def test_files_have_the_shapes_of_the_library() -> None:
+    model, method, named = adapted()
+    randomise(model, named)
+    own = {name: model.get_parameter(name).detach() for name in named}
+    published = {"embedding.weight": "m.words.weight", "head.weight": "lm_head.weight"}
+    there = dict(map_tensors(method.adapter_exporter(model, published), own))
+    prefix = "base_model.model."
+    expected = {
+        f"{prefix}m.words.lora_embedding_A": own["embedding.lora_embedding_A.weight"].T,
+        f"{prefix}m.words.lora_embedding_B": own["embedding.lora_embedding_B.weight"],
+        f"{prefix}lm_head.lora_A.weight": own["head.lora_head_A.weight"],
+        f"{prefix}lm_head.lora_B.weight": own["head.lora_head_B.weight"],
+    }
+    assert there.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(there[name], tensor), name
+
+
 def test_losses_and_gradients_are_those_of_the_logits_with_the_term() -> None:
     model, _, named = adapted()
     randomise(model, named)

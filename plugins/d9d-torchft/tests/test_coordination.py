@@ -18,6 +18,8 @@ from d9d_core.errors import JobError, TrainingError
 from d9d_torchft import coordination
 from d9d_torchft.commands import lighthouse
 from d9d_torchft.members import Member
+from d9d_torchft.replicas import lighthouse_of
+from d9d_torchft.settings import Settings
 from typer.testing import CliRunner, Result
 
 MINE = Member("b", "1", 7, "line", 0, "10.0.0.1:1", ("10.0.0.1:10", "10.0.0.1:11", "10.0.0.1:12"))
@@ -81,10 +83,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.fixture
-def client(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[coordination.Lighthouse]:
+def client(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[coordination.Coordinator]:
     monkeypatch.setattr(coordination, "HEARTBEAT", 0.001)
     monkeypatch.setattr(coordination, "_PAUSE", 0.01)
-    found = coordination.Lighthouse("http://10.0.0.9:29510", "b")
+    found = lighthouse_of(Settings("http://10.0.0.9:29510", "b", b"a secret of this job"))
     yield found
     found.close()
 
@@ -94,7 +96,7 @@ def never() -> bool:
 
 
 def test_a_quorum_is_asked_for_with_this_replica_and_the_time_that_is_left(
-    library: Library, client: coordination.Lighthouse
+    library: Library, client: coordination.Coordinator
 ) -> None:
     assert client.quorum(MINE, 60.0, never) == [OTHER, MINE]
     ((words, named),) = library.asked
@@ -114,7 +116,7 @@ def test_a_quorum_is_asked_for_with_this_replica_and_the_time_that_is_left(
 
 
 def test_a_replica_beats_from_its_first_quorum_until_it_leaves(
-    library: Library, client: coordination.Lighthouse
+    library: Library, client: coordination.Coordinator
 ) -> None:
     assert not library.beats
     client.quorum(MINE, 60.0, never)
@@ -127,7 +129,7 @@ def test_a_replica_beats_from_its_first_quorum_until_it_leaves(
 
 
 def test_a_lighthouse_that_is_lost_for_a_while_is_connected_again(
-    library: Library, client: coordination.Lighthouse
+    library: Library, client: coordination.Coordinator
 ) -> None:
     library.failures = [OSError("refused"), RuntimeError("lost")]
     assert client.quorum(MINE, 60.0, never) == [OTHER, MINE]
@@ -135,7 +137,7 @@ def test_a_lighthouse_that_is_lost_for_a_while_is_connected_again(
     assert len(library.addresses) >= 3  # each failure needs a new connection
 
 
-def test_a_lighthouse_without_an_answer_in_time_is_an_error(library: Library, client: coordination.Lighthouse) -> None:
+def test_a_lighthouse_without_an_answer_in_time_is_an_error(library: Library, client: coordination.Coordinator) -> None:
     library.failures = [TimeoutError("no answer")]
     with pytest.raises(TrainingError, match=r"no quorum within 0 s \(quorum_timeout\): no answer; is it running"):
         client.quorum(MINE, 0.0, never)
@@ -143,20 +145,30 @@ def test_a_lighthouse_without_an_answer_in_time_is_an_error(library: Library, cl
     assert words[1] == timedelta(seconds=0.01)  # never less than a pause, however late it is
 
 
-def test_a_replica_that_is_to_stop_connects_no_more(library: Library, client: coordination.Lighthouse) -> None:
+def test_a_replica_that_is_to_stop_connects_no_more(library: Library, client: coordination.Coordinator) -> None:
     library.failures = [RuntimeError("lost")] * 2
     assert client.quorum(MINE, 60.0, lambda: True) is None
     assert len(library.asked) == 1
 
 
 @pytest.mark.parametrize("data", [None, {}, {"member": {"name": "a"}}])
-def test_a_replica_of_another_version_is_an_error(library: Library, client: coordination.Lighthouse, data: Any) -> None:
+def test_a_replica_of_another_version_is_an_error(
+    library: Library, client: coordination.Coordinator, data: Any
+) -> None:
     library.participants = [SimpleNamespace(data=data)]
     with pytest.raises(TrainingError, match="has a replica that d9d-torchft cannot understand"):
         client.quorum(MINE, 60.0, never)
 
 
 # --- d9d torchft lighthouse
+
+
+def test_a_lighthouse_without_torchft_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchft.coordination", None)
+    problem = CliRunner().invoke(lighthouse.app, []).exception
+    assert isinstance(problem, JobError)
+    assert str(problem).startswith("torchft cannot be imported (")
+    assert str(problem).endswith("); install it: pip install 'torchft==0.2.*'")
 
 
 class Asleep(Exception):
@@ -168,8 +180,8 @@ def serve(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Run the command until it sleeps for the first time; its standard error is restored afterwards."""
     kept = os.dup(2)
 
-    def sleep(_seconds: float) -> None:
-        raise Asleep
+    def sleep(seconds: float) -> None:
+        raise Asleep(seconds)
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(signal, "signal", lambda number, action: None)
@@ -204,15 +216,20 @@ def test_an_address_that_cannot_be_listened_on_is_an_error(library: Library, ser
         assert isinstance(problem, JobError)
         assert f"--address: '{address}' is not HOST:PORT" in str(problem)
     library.refuses = True
+    before = os.fstat(2)
     problem = serve().exception
+    assert os.path.samestat(os.fstat(2), before)  # the error is printed
     assert isinstance(problem, JobError)
     assert "cannot listen on 127.0.0.1:29510 (address in use); choose another" in str(problem)
 
 
 def test_lines_of_torchft_go_to_the_log(tmp_path: Path, serve: Any) -> None:
     log = tmp_path / "log"
-    log.write_text("before\n")
+    kept = os.umask(0)
     serve("--log", str(log))
+    os.umask(kept)
+    assert log.stat().st_mode & 0o777 == 0o644
+    log.write_text("before\n")
     os.write(2, b"a step\n")
     assert log.read_text() == "before\na step\n"
 
@@ -220,7 +237,9 @@ def test_lines_of_torchft_go_to_the_log(tmp_path: Path, serve: Any) -> None:
 def test_a_lighthouse_of_d9d_torchft_run_ends_with_it(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = iter([5, 5])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    assert serves(serve("--child"))
+    waiting = serve("--child")
+    assert serves(waiting)
+    assert waiting.exception.args == (1,)  # seconds after which it looks for its parent again
     parents = iter([5, 1])
     result = serve("--child")
     assert (result.exit_code, result.exception) == (0, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ def test_replicas_take_the_newest_state_that_runs(members: list[Member], expecte
 
 def test_a_group_has_another_key_after_a_restart_or_a_failure_but_not_after_a_step() -> None:
     before = [member("a"), member("b")]
+    assert re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", key_of(before))
     assert key_of(before) == key_of([replace(one, step=6, lineage="later") for one in before])
     others = [[before[0], replace(before[1], **changed)] for changed in ({"incarnation": "again"}, {"failures": 1})]
     assert len({key_of(members) for members in [before, before[:1], *others]}) == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +14,14 @@ import pytest
 import torch
 from d9d_core.elastic import Attempt
 from d9d_core.errors import JobError, TrainingError
+from d9d_torchft import replicas
 from d9d_torchft.config import TorchFTConfig
 from d9d_torchft.coordination import Lighthouse, waited
 from d9d_torchft.members import Member
 from d9d_torchft.replicas import TorchFTReplicas
 from d9d_torchft.settings import Settings
 from torch import Tensor
+from torch import distributed as dist
 
 CONFIG: dict[str, Any] = {"timeout": 10.0, "quorum_timeout": 10.0}
 
@@ -155,6 +157,7 @@ def fleet(tmp_path: Path) -> Any:
 def test_replicas_heal_at_the_start_sum_and_go_on_without_a_lost_one_which_comes_back(fleet: Fleet) -> None:
     for step in range(2):
         found = fleet.each(fleet.step)
+        assert [replica._opened.server._offer for replica in fleet.replicas.values()] == [None] * 3  # type: ignore[union-attr]
         assert {value for _, value, _ in found.values()} == {3.0}
         assert [attempt.source for attempt, _, _ in found.values()] == ([None, "a", "a"] if step == 0 else [None] * 3)
         assert [attempt.index for attempt, _, _ in found.values()] == [0, 1, 2]
@@ -295,6 +298,188 @@ def test_too_few_replicas_are_an_error_after_a_while(tmp_path: Path) -> None:
     fleet.close()
 
 
+def test_replicas_that_have_just_taken_a_state_keep_it_although_the_attempt_fails(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", "b")
+    assert [attempt.source for attempt in fleet.each(fleet.meet).values()] == [None, "a"]
+
+    def disconnected(*_: Any) -> None:
+        raise RuntimeError("connection reset")
+
+    def lose(name: str) -> bool:
+        fleet.replicas[name]._group.reduce = disconnected  # type: ignore[union-attr, method-assign]
+        fleet.replicas[name].reduce([torch.ones(2)], "sum")
+        return fleet.replicas[name].commit()
+
+    assert fleet.each(lose) == {"a": False, "b": False}
+    found = fleet.each(fleet.step)
+    assert [(attempt.source, committed) for attempt, _, committed in found.values()] == [(None, True)] * 2
+    for replica in fleet.replicas.values():  # after a step, no state is offered that the next step changes
+        assert replica._opened is not None
+        assert replica._opened.server._offer is None
+    fleet.close()
+
+
+@pytest.mark.parametrize(("limit", "least"), [(50.0, 45.0), (0.3, 1.0)])
+def test_a_quorum_may_take_the_time_that_is_left_and_a_second_at_least(
+    limit: float, least: float, tmp_path: Path
+) -> None:
+    fleet, asked = Fleet(tmp_path, "a", quorum_timeout=limit), []
+
+    def quorum(member: Member, seconds: float, _stops: Callable[[], bool]) -> Sequence[Member]:
+        asked.append(seconds)
+        return [member]
+
+    fleet.lighthouse._quorum = quorum  # type: ignore[method-assign]
+    fleet.meet("a")
+    assert least <= asked[0] <= max(limit, 1.0)
+    fleet.close()
+
+
+def test_a_group_is_left_when_its_members_meet_in_another_one(tmp_path: Path) -> None:
+    fleet, left = Fleet(tmp_path, "a", "b"), []
+    fleet.each(fleet.step)
+    for name, replica in fleet.replicas.items():
+        end = replica._group.abort  # type: ignore[union-attr]
+        replica._group.abort = lambda name=name, end=end: (left.append(name), end())  # type: ignore
+    fleet.each(fleet.step)
+    assert left == []
+    fleet.lighthouse.set_alive("a")
+    fleet.step("a")
+    assert left == ["a"]
+    fleet.close()
+    assert left == ["a", "b"]
+
+
+class Ranks:
+    """Ranks of one replica, as threads; a stand-in of the collectives of ``torch.distributed``."""
+
+    ReduceOp = dist.ReduceOp
+    TCPStore = dist.TCPStore  # type: ignore[attr-defined]
+
+    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self._barrier, self._values = rank, barrier, values
+
+    def _all(self, tensor: Tensor) -> list[Tensor]:
+        self._values[self.rank] = tensor.clone()
+        self._barrier.wait(10)
+        found = list(self._values)
+        self._barrier.wait(10)
+        return found
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: Ranks) -> None:
+        together = torch.stack(group._all(tensor))
+        tensor.copy_(together.sum(0) if op == dist.ReduceOp.SUM else together.amin(0))
+
+    @staticmethod
+    def broadcast(tensor: Tensor, *, group_src: int, group: Ranks) -> None:
+        tensor.copy_(group._all(tensor)[group_src])
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Two replicas, a and b, of two ranks each: a0, a1, b0 and b1."""
+    monkeypatch.setattr(replicas, "dist", Ranks)
+    fleet = Fleet(tmp_path, "a", "b")
+    for index, name in enumerate("ab"):
+        barrier, values = threading.Barrier(2), [None, None]
+        for rank in range(2):
+            fleet.add(name, float(10 * index + rank), ranks=2)
+            made, state = fleet.replicas.pop(name), fleet.states.pop(name)
+            axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+            group = {axes: Ranks(rank, barrier, values)}
+            made._topology = SimpleNamespace(  # type: ignore[assignment]
+                rank=rank, world_size=2, device=torch.device("cpu"), axes_group=lambda *on, group=group: group[on]
+            )
+            fleet.replicas[f"{name}{rank}"], fleet.states[f"{name}{rank}"] = made, state
+    yield fleet
+    fleet.close()
+
+
+ALL = ("a0", "a1", "b0", "b1")
+
+
+def test_each_rank_sums_with_the_same_rank_of_other_replicas_and_takes_its_state(pair: Fleet) -> None:
+    for step in range(2):
+        found = pair.each(pair.step, *ALL)
+        assert [attempt.source for attempt, _, _ in found.values()] == [
+            None,
+            None,
+            *(["a"] * 2 if not step else [None] * 2),
+        ]
+        assert [attempt.index for attempt, _, _ in found.values()] == [0, 0, 1, 1]
+        assert {(value, committed) for _, value, committed in found.values()} == {(2.0, True)}
+        assert len({attempt.key for attempt, _, _ in found.values()}) == 1
+    assert [pair.states[name].tensor[0].item() for name in ALL] == [8.0, 9.0, 8.0, 9.0]
+    assert [pair.states[name].taken for name in ALL] == [[], [], [0], [0]]
+
+
+def test_a_rank_that_has_lost_a_replica_takes_the_step_back_on_all_ranks(pair: Fleet) -> None:
+    pair.each(pair.step, *ALL)
+
+    def attempt(name: str) -> bool:
+        replica = pair.replicas[name]
+        pair.meet(name)
+        if name == "b1":
+
+            def lost(*_: Any) -> None:
+                raise RuntimeError("connection reset")
+
+            replica._group.reduce = lost  # type: ignore[union-attr, method-assign]
+        replica.reduce([torch.ones(2)], "sum")
+        return replica.commit()
+
+    assert pair.each(attempt, *ALL) == dict.fromkeys(ALL, False)
+    found = pair.each(pair.step, *ALL)
+    assert {(value, committed) for _, value, committed in found.values()} == {(2.0, True)}
+    assert [pair.states[name].step for name in ALL] == [2] * 4
+
+
+def test_an_error_of_the_first_rank_is_an_error_of_all_ranks(pair: Fleet) -> None:
+    def quorum(*_: Any) -> Any:
+        raise TrainingError("no lighthouse")
+
+    pair.lighthouse._quorum = quorum  # type: ignore[method-assign]
+
+    def refused(name: str) -> str:
+        with pytest.raises(TrainingError) as caught:
+            pair.meet(name)
+        return str(caught.value)
+
+    assert pair.each(refused, *ALL) == dict.fromkeys(ALL, "no lighthouse")
+
+
+class GPUGroup:
+    """Stand-in of a group with operations on a GPU."""
+
+    def __init__(self, landed: bool, reached: bool) -> None:
+        self.launched, self._landed, self._reached, self.left = True, landed, reached, False
+
+    def landed(self) -> bool:
+        return self._landed
+
+    def all(self, held: bool) -> bool:
+        if not self._reached:
+            raise RuntimeError("connection reset")
+        return held
+
+    def abort(self) -> None:
+        self.left = True
+
+
+@pytest.mark.parametrize(("landed", "reached"), [(True, True), (False, True), (True, False)])
+def test_a_step_on_a_gpu_is_committed_if_its_sums_have_landed_and_all_replicas_answer(
+    landed: bool, reached: bool, tmp_path: Path
+) -> None:
+    fleet = Fleet(tmp_path, "a")
+    fleet.meet("a")
+    replica, group = fleet.replicas["a"], GPUGroup(landed, reached)
+    replica._group = group  # type: ignore[assignment]
+    assert replica.commit() is (landed and reached)
+    assert group.left is not (landed and reached)
+    fleet.close()
+
+
 def test_a_replica_alone_needs_no_group(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "a")
     assert [fleet.step("a")[1:] for _ in range(3)] == [(1.0, True)] * 3
@@ -304,10 +489,10 @@ def test_a_replica_alone_needs_no_group(tmp_path: Path) -> None:
 
 def test_nothing_is_opened_before_the_first_meeting_and_missing_settings_are_an_error() -> None:
     topology: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), axes_group=lambda *_: None)
-    replicas = TorchFTReplicas(TorchFTConfig(), topology, {})
-    replicas.close()
+    alone = TorchFTReplicas(TorchFTConfig(), topology, {})
+    alone.close()
     with pytest.raises(JobError, match="D9D_TORCHFT_LIGHTHOUSE"):
-        replicas.meet(0, State(torch.zeros(1)))
+        alone.meet(0, State(torch.zeros(1)))
 
 
 def test_without_torchft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

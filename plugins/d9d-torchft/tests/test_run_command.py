@@ -56,8 +56,9 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
 def test_each_replica_trains_the_job_as_a_run_of_its_own(call: Call, tmp_path: Path) -> None:
     result = call("--set", "parallel=[torchft]")
     assert result.exit_code == 7
-    assert "replica 0 died" in result.output
-    assert "\x1b" not in result.output
+    assert result.stdout == ""
+    assert "replica 0 died" in result.stderr
+    assert "\x1b" not in result.stderr
     shared = ["--set", "parallel=[torchft]", "--plugin", TOY]
     train = [sys.executable, "-m", "d9d_core", "train", str(tmp_path / "job.json"), *shared]
     assert Watched.made.commands == {name: [*train, "--set", f"run.name=mine-{name}"] for name in ("0", "1")}
@@ -70,6 +71,12 @@ def test_a_replica_has_as_many_processes_as_the_mesh(call: Call) -> None:
     assert Watched.made.restarts == 0
     assert list(Watched.made.commands) == ["0", "1", "2"]
     assert all(words[-4:-2] == ["--nproc", "2"] for words in Watched.made.commands.values())
+
+
+def test_a_job_that_cannot_run_is_refused_before_a_replica_starts(call: Call) -> None:
+    problem = call("--set", "parallel=[torchft]", "--set", "batch={size: 3, microbatch: 2}").exception
+    assert isinstance(problem, JobError)
+    assert str(problem).startswith("--set batch: batch.size 3 on 1 data-parallel rank(s)")
 
 
 def test_a_job_without_the_strategy_is_refused(call: Call) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -40,6 +40,7 @@ def like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def test_a_state_arrives_bit_for_bit_also_if_the_client_comes_first(server: Server) -> None:
     sent = state()
+    server.offer(Offer("an earlier key", {}, sent))
     timer = threading.Timer(0.2, lambda: server.offer(Offer("key", {"step": 7, "names": ["a"]}, sent)))
     timer.start()
     values, found = fetch(server.address, TOKEN, "key", like(sent), 5.0)
@@ -117,7 +118,8 @@ def test_lengths_of_blocks_are_limited(server: Server, monkeypatch: pytest.Monke
         fetch(server.address, TOKEN, "key", {}, 5.0)
 
 
-def test_nothing_is_sent_after_a_withdrawal() -> None:
+@pytest.mark.parametrize("end", [Server.withdraw, Server.close])
+def test_nothing_is_sent_after_a_withdrawal(end: Callable[[Server], None]) -> None:
     server = Server("127.0.0.1", TOKEN, 0.5)
     # More than the buffers of sockets hold, to a client that does not read on: the send is under way.
     sent = {"large": torch.zeros(2**25)}
@@ -128,9 +130,9 @@ def test_nothing_is_sent_after_a_withdrawal() -> None:
         deadline = time.monotonic() + 5
         while not server._sending and time.monotonic() < deadline:
             time.sleep(0.01)
-        server.withdraw()
+        end(server)
         assert not server._sending
-    with pytest.raises(OSError, match="closed the connection"):
+    with pytest.raises(OSError, match="closed the connection" if end is Server.withdraw else "refused"):
         fetch(server.address, TOKEN, "other", sent, 5.0)
     server.close()
 
@@ -161,3 +163,39 @@ def test_a_block_is_one_json_object(block: bytes, text: str) -> None:
         here.sendall(len(block).to_bytes(8, "big") + block)
         with pytest.raises(TransportError, match=text):
             transport._received_json(there, 100)
+
+
+def test_a_block_may_be_as_long_as_the_limit() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        transport._send_block(here, b'{"a": 1}')
+        assert transport._received_json(there, 8) == {"a": 1}
+        transport._send_block(here, b'{"a": 1}')
+        with pytest.raises(TransportError, match="a block of 8 bytes is longer than 7"):
+            transport._received_json(there, 7)
+
+
+@pytest.mark.parametrize(("size", "answers"), [(4096, True), (4097, False)])
+def test_a_request_has_4_kib_at_most(server: Server, size: int, answers: bool) -> None:
+    request = b'{"want": "nothing", "more": "'
+    with transport._connected(server.address, TOKEN) as connection:
+        transport._send_block(connection, request + b"x" * (size - len(request) - 2) + b'"}')
+        if answers:
+            assert transport._received_json(connection, 2) == {}
+        else:
+            with pytest.raises(OSError, match="closed|reset"):
+                transport._received_json(connection, 2)
+
+
+def test_a_server_that_does_not_answer_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def greet() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                transport._greet_client(connection, TOKEN)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        assert not is_there(f"127.0.0.1:{listening.getsockname()[1]}", TOKEN)
+        thread.join()

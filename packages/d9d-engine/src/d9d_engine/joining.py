@@ -38,7 +38,7 @@ class JoinsProcesses(LoadedJob):
     """Base class of jobs that run as one process or several; joins the processes."""
 
     @classmethod
-    def _started(cls) -> int | None:
+    def _started(cls) -> int:
         return ProcessEnv.from_environment(os.environ).world_size
 
     def _only_transfers(self) -> bool:
@@ -65,7 +65,7 @@ class JoinsProcesses(LoadedJob):
         Raises:
             D9dError: the job cannot run.
         """
-        if topology is None and (started := self._started() or 1) > 1 and self.mesh.world_size == started:
+        if topology is None and (started := self._started()) > 1 and self.mesh.world_size == started:
             raise JobError(
                 f"this process is one of {started} that a launcher started, and has not joined the others; write\n"
                 "    with job.joined() as topology:\n"

@@ -53,7 +53,7 @@ class ReplicaGroup:
         address: str,
         timeout: float,
         device: torch.device,
-        lives: Callable[[int], bool] = lambda _index: True,
+        lives: Callable[[int], bool],
     ) -> None:
         self._timeout = timeout
         client = _client(store, lives)

@@ -79,7 +79,7 @@ def address_of(interface: str | None) -> str:
         raise JobError(f"strategy torchft: interface '{interface}' can be resolved on Linux only; remove the field")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)))
         except OSError as error:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise JobError(

@@ -127,8 +127,7 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
+            errors="replace",  # lines are text
             start_new_session=True,  # Ctrl-C reaches this process only, which then asks the replicas to stop
         )
         thread = threading.Thread(target=self._forward, args=(name, process), daemon=True)

@@ -161,7 +161,7 @@ class DirectGather:
         outputs = [parameter.all_gather_outputs[0].data for parameter in group.fsdp_params]
         with handle.stream(gathers):
             for dtype in dict.fromkeys(tensor.dtype for tensor in outputs):
-                pairs = [pair for pair in zip(outputs, inputs, strict=True) if pair[0].dtype == dtype]
+                pairs = [(out, own) for out, own in zip(outputs, inputs, strict=True) if out.dtype == dtype]
                 work = ranks.allgather_into_tensor_coalesced([o for o, _ in pairs], [i for _, i in pairs])
                 work.wait()  # blocks the stream; on a CPU, the host
             return _Begun(gathers.record_event(), inputs, copies)

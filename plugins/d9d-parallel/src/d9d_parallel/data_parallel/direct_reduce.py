@@ -76,7 +76,7 @@ class DirectReduce:
         stream.wait_stream(handle.current_stream())
         with torch.no_grad(), handle.stream(stream):
             for dtype in dict.fromkeys(tensor.dtype for tensor in gradients):
-                pairs = [pair for pair in zip(parts, gradients, strict=True) if pair[0].dtype == dtype]
+                pairs = [(part, grad) for part, grad in zip(parts, gradients, strict=True) if grad.dtype == dtype]
                 work = ranks.reduce_scatter_tensor_coalesced([part for part, _ in pairs], [grad for _, grad in pairs])
                 work.wait()  # blocks the stream; on a CPU, the host
             for parameter, part in zip(parameters, parts, strict=True):

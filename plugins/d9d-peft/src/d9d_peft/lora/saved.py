@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 from d9d_core.errors import BuildError, CheckpointError
 from d9d_nn.heads.causal_lm import CausalLMHead
@@ -23,7 +24,7 @@ def saved_parameters(stage: nn.Module, patterns: Collection[str]) -> list[str]:
     """
     inside = tuple(f"{name}.lora_" for name, _ in adapted_layers(stage))
     names = [name for name, _ in stage.named_parameters() if not name.startswith(inside)]
-    return [name for name in names if any(matches(owner, one) for owner in owners(name) for one in patterns)]
+    return _matching(names, patterns)
 
 
 def check_saved(stage: nn.Module, patterns: Collection[str], targets: Collection[str]) -> None:
@@ -39,7 +40,6 @@ def check_saved(stage: nn.Module, patterns: Collection[str], targets: Collection
             module; or the parameter of a matching module is also the parameter of another module.
     """
     modules = dict(stage.named_modules())
-    kept = saved_parameters(stage, patterns)
     for pattern in patterns:
         chosen = select([name for name in modules if name], [pattern], _FIELD, "modules")
         if any(isinstance(modules[name], CausalLMHead) and modules[name].tied for name in chosen):
@@ -53,12 +53,11 @@ def check_saved(stage: nn.Module, patterns: Collection[str], targets: Collection
                 "it to peft.exclude, or choose other modules"
             )
     tied = any(isinstance(module, CausalLMHead) and module.tied for module in modules.values())
-    number: dict[int, int] = {}
-    for _, parameter in stage.named_parameters(remove_duplicate=False):
-        number[id(parameter)] = number.get(id(parameter), 0) + 1
-    for name in kept:
+    parameters = dict(stage.named_parameters(remove_duplicate=False))
+    number = Counter(map(id, parameters.values()))
+    for name in _matching(parameters, patterns):
         owner = name.rpartition(".")[0]
-        if number[id(stage.get_parameter(name))] > 1 or (tied and isinstance(modules[owner], nn.Embedding)):
+        if number[id(parameters[name])] > 1 or (tied and isinstance(modules[owner], nn.Embedding)):
             raise BuildError(f"{_FIELD}: {_tied(owner)}")
 
 
@@ -82,3 +81,8 @@ def _tied(name: str) -> str:
         f"embedding and head share the weight of '{name}', but the peft library trains and saves a copy for one of "
         "both; untie them (model.tie_embeddings: false), or train both with 'full_tune' in a 'stack'"
     )
+
+
+def _matching(names: Iterable[str], patterns: Collection[str]) -> list[str]:
+    """Names of parameters in modules that match a pattern."""
+    return [name for name in names if any(matches(owner, one) for owner in owners(name) for one in patterns)]

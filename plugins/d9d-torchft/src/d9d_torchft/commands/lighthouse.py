@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +43,6 @@ def lighthouse(
     # torchft prints several lines in each step, and has no option against it.
     target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     kept = os.dup(2)
-    sys.stderr.flush()
     os.dup2(target, 2)
     try:
         server = LighthouseServer(
@@ -58,7 +56,6 @@ def lighthouse(
         os.dup2(kept, 2)
         raise JobError(f"--address: cannot listen on {address} ({error}); choose another address or port") from None
     typer.echo(f"lighthouse: http://{found[1]}:{server.address().rpartition(':')[2]}")
-    sys.stdout.flush()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     parent = os.getppid()
