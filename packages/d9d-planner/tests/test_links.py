@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,22 @@ def test_only_the_first_process_writes_the_rates_and_a_failure_ends_the_group_to
     with pytest.raises(RuntimeError, match="no link"):
         worker.main(tmp_path, "cpu", 0, 2)
     assert ended == ["rank 1", "ended", "rank 0", "ended", "rank 0", "ended"]
+
+
+@pytest.mark.parametrize(("kind", "backend", "device"), [("cpu", "gloo", "cpu"), ("cuda", "nccl", "cuda:1")])
+def test_each_process_has_a_device_and_meets_the_others_at_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str, device: str
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(worker.torch.accelerator, "set_device_index", lambda index: calls.append(("index", index)))
+    monkeypatch.setattr(worker.dist, "init_process_group", lambda *named, **given: calls.append((named, given)))
+    monkeypatch.setattr(worker.dist, "destroy_process_group", lambda: calls.append("left"))
+    monkeypatch.setattr(worker, "rates", lambda *given: calls.append(given))
+    worker.main(tmp_path, kind, 1, 4)
+    meeting = {"init_method": (tmp_path / "meeting").as_uri(), "rank": 1, "world_size": 4}
+    chosen = [] if kind == "cpu" else [("index", 1)]
+    group = ((backend,), {**meeting, "timeout": timedelta(minutes=2)})
+    assert calls == [*chosen, group, (torch.device(device), 4), "left"]
 
 
 def test_rates_are_bytes_sent_by_a_rank_in_the_time_without_latency(monkeypatch: pytest.MonkeyPatch) -> None:
