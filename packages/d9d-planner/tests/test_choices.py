@@ -143,6 +143,15 @@ def test_states_that_hold_no_more_than_another_are_left_out() -> None:
     ]
 
 
+def test_a_state_covers_no_state_with_activations_of_a_further_stage() -> None:
+    (program,) = parse_programs("F0.0 B0.0 F0.1 F0.2 B0.1 F1.0 B0.2 B1.0 R0 R1\n")
+    assert moments(program) == [
+        Moment(((0, 2),), 0, frozenset({0})),
+        Moment(((0, 1), (1, 1)), 0, frozenset({0})),
+        Moment(((0, 0), (1, 1)), 1, frozenset({0})),
+    ]
+
+
 def test_updates_add_up_field_by_field() -> None:
     assert Update(1, 2, 3, 4, 5) + Update(10, 20, 30, 40, 50) == Update(11, 22, 33, 44, 55)
 

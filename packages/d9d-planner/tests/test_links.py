@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,3 +147,20 @@ def test_processes_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(TrainingError, match="2 processes did not measure their collectives within 0 s"):
         launched(monkeypatch, "import time; time.sleep(60)")
     assert time.monotonic() - began < 50  # they were ended
+
+
+@pytest.mark.parametrize(("ends", "gives_up"), [(180.0, False), (180.5, True)])
+def test_processes_are_looked_at_twenty_times_a_second_for_three_minutes(
+    monkeypatch: pytest.MonkeyPatch, ends: float, gives_up: bool
+) -> None:
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += 60.0 if now[0] < 180.0 else 0.5
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    slow = [SimpleNamespace(poll=lambda: 0), SimpleNamespace(poll=lambda: None if now[0] <= ends else 0)]
+    with pytest.raises(TrainingError, match="within 180 s; check whether") if gives_up else nullcontext():
+        measure._wait(slow)  # type: ignore[arg-type]
+    assert set(pauses) == {0.05}

@@ -6,9 +6,10 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 import yaml
 from d9d_engine.profiling.summary import LABELS
 from d9d_engine.run.interrupt import Interrupts
@@ -203,6 +204,67 @@ def test_a_profile_of_a_processor_says_that_recorded_steps_are_slower() -> None:
     assert [row[-6:] for row in lines(empty, job_of(8, 1, 1), (4.0, ""))][4 : 4 + len(LABELS)] == ["  0.0%"] * len(
         LABELS
     )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_times_are_means_of_the_timed_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], []
+    device = torch.device(kind)
+
+    def after(seconds: float, name: object) -> None:
+        now[0] += seconds
+        calls.append(name)
+
+    def step(number: int, pack: object) -> Any:
+        after(2.0 + number, f"step {number} {pack}")
+        return SimpleNamespace(tokens=torch.tensor(100 + number))
+
+    trainer = cast(
+        "Any",
+        SimpleNamespace(
+            topology=SimpleNamespace(device=device, watchdog=SimpleNamespace(phase=lambda *given: calls.append(given))),
+            prefetcher=SimpleNamespace(next=lambda: after(0.5, "next") or "pack"),
+            step=Step(step),
+        ),
+    )
+
+    def recorded(where: torch.device, count: int, one_step: Any, given: object) -> tuple[dict[str, float], float]:
+        assert (where, given is trainer) == (device, True)
+        for _ in range(count):
+            one_step()
+        return {"matmul": 3.0, "idle": 0.25}, 3.25
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(measure, "_synchronise", lambda where: after(0.25, where))
+    monkeypatch.setattr(measure, "_recorded", recorded)
+    monkeypatch.setattr(measure.torch.cuda, "max_memory_allocated", lambda where: {device: 77}[where])
+    found = measure.measure(trainer, 2, 4, 1)
+    # Steps 2 to 5 take 4, 5, 6 and 7 seconds and a wait; the last synchronisation is a sixteenth of a second of each.
+    seconds = (22.0 + 4 * 0.5 + 0.25) / 4
+    on_gpu = kind == "cuda"
+    assert found == Measured(
+        step=seconds, waits=0.5, host=22.0 / 4, tail=0.25,
+        kinds={"matmul": 3.0, "idle": seconds - 3.0 if on_gpu else 0.25}, recorded=seconds if on_gpu else 3.25,
+        tokens=103.5, memory=77 if on_gpu else None, on_device=on_gpu,
+    )  # fmt: skip
+    one = [part for number in range(7) for part in (("step", number), "next", f"step {number} pack")]
+    assert calls == [*one[:6], device, *one[6:18], device, *one[18:]]
+    assert trainer.step.told == ["data wait"] * 7
+
+
+class Step:
+    """Stand-in of a step with its named ranges."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.told: list[str] = []
+
+    def __call__(self, *given: Any) -> Any:
+        return self._call(*given)
+
+    def ranges(self, name: str) -> Any:
+        self.told.append(name)
+        return nullcontext()
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(12, (4, 2, 5)), (30, (10, 14, 5))])
