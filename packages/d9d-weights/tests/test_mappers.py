@@ -95,6 +95,11 @@ CASES: dict[str, tuple[Mapper, dict[str, Tensor], Callable[[dict[str, Tensor]], 
         {"c": numbers(4, 3)},
         lambda t: {"a": t["c"][:3], "b": t["c"][3:]},
     ),
+    "empty chunk": (
+        Chunk("c", ["a", "b"], dim=1, sizes=[0, 3]),
+        {"c": numbers(4, 3)},
+        lambda t: {"a": t["c"][:, :0], "b": t["c"]},
+    ),
     "cast": (
         Cast("a", torch.bfloat16, back=F32),
         {"a": numbers(5)},  # small integers survive
@@ -324,6 +329,7 @@ def test_graphs_that_cannot_be_are_refused_by_name(
             "Stack('s'): tensors of the shape [2] cannot be stacked along a new dimension -1"]),
         (Concatenate(["a", "b"], "c", 1), {"a": (2, 3), "b": (4, 3)}, [
             "Concatenate('c'): 'b' is {4, 3}, 'a' is {2, 3}"]),
+        (Concatenate(["a", "b"], "c", 1), {"a": (2, 3), "b": (2,)}, ["Concatenate('c'): 'b' is {2}, 'a' is {2, 3}"]),
         (Concatenate(["a", "b"], "c", 1), {"a": (2,), "b": (2,)}, ["Concatenate('c'): 'a' of [2] has no dimension 1"]),
         (Concatenate(["a", "b"], "c", -1), {"a": (2,), "b": (2,)}, [
             "Concatenate('c'): 'a' of [2] has no dimension -1"]),
