@@ -336,6 +336,21 @@ def test_rates_count_operations_and_bytes_in_the_median_time(monkeypatch: pytest
     assert len(ran) == 3
 
 
+def test_attention_is_measured_with_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[tuple[int, ...]]] = []
+    grad = torch.autograd.grad
+
+    def backward(out: Any, inputs: Any, gradient: Any) -> Any:
+        gradients = grad(out, inputs, gradient)
+        found.append([tuple(one.shape) for one in gradients])
+        return gradients
+
+    monkeypatch.setattr(calibrate, "_seconds", lambda _device, run: run() or 0.5)
+    monkeypatch.setattr(torch.autograd, "grad", backward)
+    assert calibrate._attention(torch.device("cpu"), 8) == 7 * 2 * 4 * 16 * 128 * 8**2 / 2 / 0.5
+    assert found == [[(4, 16, 8, 128)] * 3]
+
+
 def test_the_median_of_seven_runs_after_two_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [100.0, 100.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 70.0]
     clock = iter([at for number, span in enumerate(spans) for at in (1000.0 * number, 1000.0 * number + span)])

@@ -127,19 +127,23 @@ def test_a_strategy_that_alters_the_training_keeps_its_axis_and_excludes_its_con
     loose = replace(
         strategy("loose", "data", "dp_replicate"),
         alters_training=True,
-        conflicts=frozenset({"strategy:shards", "strategy:ring", "mesh:pp"}),
+        conflicts=frozenset({"strategy:shards", "strategy:ring", "strategy:experts", "mesh:pp"}),
     )
     module: Any = SimpleNamespace(
         __name__="acme", d9d_strategies=hookimpl(lambda: [*d9d_strategies(), loose]), d9d_schedules=d9d_schedules
     )
     job: Any = SimpleNamespace(
-        parallel=[named("loose", degree=4), named("tensor")], pipeline=None, model=None, mesh=Mesh(dp_replicate=3, tp=2)
+        parallel=[named("loose", degree=4), named("tensor")],
+        pipeline=None,
+        model=SimpleNamespace(num_experts=6),
+        mesh=Mesh(dp_replicate=3, tp=2),
     )
     found = Options(job, Registry.of(module))
     assert settings([found.kept]) == [[("loose", 4)]]
     assert found.fixed == {"dp_replicate": 3}
     names = {axis: [spec.name for spec in found.strategies(axis)] for axis in ("tp", "cp", "ep")}
-    assert names == {"tp": ["tensor"], "cp": [], "ep": ["experts"]}
+    assert names == {"tp": ["tensor"], "cp": [], "ep": []}
+    assert found.expert_groups(Mesh(dp_shard=4, tp=3)) == [1]
     # The strategy for both axes is the only one left for dp_shard; dp_replicate needs none beside the kept one.
     assert settings(found.parallel(Mesh(dp_shard=2, dp_replicate=3), waits=True)) == [[("both", 1)]]
     assert settings(found.parallel(Mesh(dp_replicate=3), waits=True)) == [[]]
