@@ -149,6 +149,17 @@ def test_a_strategy_that_alters_the_training_keeps_its_axis_and_excludes_its_con
     assert settings(found.parallel(Mesh(dp_replicate=3), waits=True)) == [[]]
 
 
+def test_of_strategies_that_fit_as_well_the_jobs_own_is_tried_first() -> None:
+    wide = strategy("wide", "data", "dp_replicate", "pp")
+    module: Any = SimpleNamespace(
+        __name__="acme", d9d_strategies=hookimpl(lambda: [*d9d_strategies(), wide]), d9d_schedules=d9d_schedules
+    )
+    job: Any = SimpleNamespace(parallel=[named("wide", degree=4)], pipeline=None, model=None)
+    found = Options(job, Registry.of(module))
+    assert settings(found.parallel(Mesh(dp_replicate=2), waits=True)) == [[("wide", 4)]]
+    assert settings(found.parallel(Mesh(dp_shard=2, dp_replicate=2), waits=True)) == [[("both", 1)]]
+
+
 def test_numbers_of_expert_groups_divide_the_experts_and_fit_the_mesh() -> None:
     mesh = Mesh(dp_shard=4, tp=3)
     assert options().expert_groups(mesh) == [1, 3, 6]

@@ -59,12 +59,6 @@ def test_index_outside_is_an_error(index: int) -> None:
         Permutation(5, "k")(np.asarray([index]))
 
 
-@pytest.mark.parametrize("size", [-1, 0, 2**62 + 1])
-def test_sizes_beyond_the_limits_are_an_error(size: int) -> None:
-    with pytest.raises(ValueError, match=f"a permutation cannot have {size} items; give a size from 1 to 2\\*\\*62"):
-        Permutation(size, "k")
-
-
 def test_the_largest_permutation_has_its_first_and_last_item() -> None:
     size = 2**62
     first, last = Permutation(size, "k")(np.asarray([0, size - 1])).tolist()
