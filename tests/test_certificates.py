@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import d9d_nn.plugin as nn_plugin
@@ -19,10 +21,11 @@ import d9d_peft.plugin as peft_plugin
 import d9d_qwen3.plugin as qwen3_plugin
 import pytest
 import torch
+from d9d_core.config import PluginConfig
 from d9d_core.data import DataContext
 from d9d_core.errors import JobError
 from d9d_core.model import Stage
-from d9d_core.plugin import ModelSpec
+from d9d_core.plugin import ModelSpec, hookimpl
 from d9d_core.registry.registry import Registry
 from d9d_testing.suites.dataset import DatasetSuite
 from d9d_verify.certify import run
@@ -72,10 +75,15 @@ def place(features: Tensor, documents: Tensor, _positions: Tensor) -> Tensor:
     return torch.arange(documents.shape[1]).view(1, -1, 1).expand_as(features)
 
 
+def place_in_document(features: Tensor, _documents: Tensor, positions: Tensor) -> Tensor:
+    return positions.unsqueeze(2).expand_as(features)
+
+
 @pytest.mark.parametrize(
     ("sees", "standing", "text"),
     [
         (own, "exact", "alone and packed: 0.0e+00"),
+        (place_in_document, "exact", "alone and packed: 0.0e+00"),
         (all_earlier, "differs", "a document changes its neighbour's logits by"),
         (place, "differs", "alone and packed: "),
     ],
@@ -119,6 +127,46 @@ def test_numbers_are_compared_with_the_ones_of_transformers() -> None:
     none: Any = SimpleNamespace(hugging_face=None)
     with torch.device("meta"):
         assert parity(Tokens(own), none, None).standing == "not applicable"
+
+
+def test_gradients_are_compared_too() -> None:
+    spec = REGISTRY.find("model", "qwen3").spec
+    assert isinstance(spec, ModelSpec)
+    assert spec.tiny is not None
+    config = spec.tiny.load()()
+    inputs: list[tuple[int, ...]] = []
+
+    def cell(scale: float) -> Cell:
+        with torch.device("meta"):
+            stage = spec.build.load()(config, Stage())
+
+        def scaled(module: nn.Module, args: Any, given: dict[str, Tensor], outputs: dict[str, Tensor]) -> Any:
+            inputs.extend(tuple(tensor.shape) for tensor in given.values())
+            return outputs | ({"token_loss": scale * outputs["token_loss"]} if "token_loss" in outputs else {})
+
+        stage.register_forward_hook(scaled, with_kwargs=True)
+        return parity(stage, spec, config)
+
+    assert cell(1.0).standing == "exact"
+    assert set(inputs) == {(2, 16)}
+    doubled = cell(2.0)
+    assert doubled.standing == "differs"
+    logits, _, gradients = doubled.detail.partition(", ")
+    assert float(logits.removeprefix("logits: ")) < 1e-5
+    count, _, worst = gradients.partition(" gradients: ")
+    assert int(count) == len(spec.build.load()(config, Stage()).state_dict())
+    assert 1.0 <= float(worst) < 1.1
+
+
+def test_forked_ranks_begin_with_the_libraries_that_this_process_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+    server = SimpleNamespace(set_forkserver_preload=told.append)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: {"forkserver": server}[method])
+    forking_launch(30.0)
+    (*imported, last) = told[0]
+    assert last == "d9d_verify.worker"
+    assert {"d9d_core.errors", "torch", "torch.nn"} <= set(imported)
+    assert not {"json", "pytest", "numpy"} & set(imported)
 
 
 def test_forked_ranks_say_why_they_end(tmp_path: Path) -> None:
@@ -210,6 +258,14 @@ def test_a_certificate_is_of_one_config_and_of_the_installed_versions() -> None:
     config = spec.tiny.load()()
     assert fingerprint(config) == fingerprint(config.model_copy(update={"pretrained": "elsewhere"}))
     assert fingerprint(config) != fingerprint(config.model_copy(update={"num_layers": 3}))
+
+    class Options(PluginConfig):
+        name: str = "m"
+        options: dict[str, int]
+
+    parts = fingerprint(Options(options={"a": 1, "b": 2})), fingerprint(Options(options={"b": 2, "a": 1}))
+    text = b'{"name": "m", "options": {"a": 1, "b": 2}}'
+    assert parts == (hashlib.sha256(text).hexdigest(),) * 2
     versions = installed_versions()
     assert versions["torch"] == torch.__version__.partition("+")[0]
     assert {"d9d-core", "d9d-verify"} <= versions.keys()
@@ -231,6 +287,18 @@ def test_a_model_is_given_by_directory_name_or_type(tmp_path: Path) -> None:
     assert found.model_dump(exclude={"pretrained"}) == tiny.model_dump(exclude={"pretrained"})
     with pytest.raises(JobError, match="no installed model reads model_type 'no_such'"):
         job_of("no_such", REGISTRY)
+    large = ModuleType("large")
+    vars(large).update(D9D_API=2, d9d_models=hookimpl(lambda: [replace(spec, name="large", tiny=None)]))
+    with pytest.raises(JobError, match="model 'large' has no tiny config; give the directory of a model instead"):
+        job_of("large", Registry.of(nn_plugin, optim_plugin, large))
+
+
+def test_the_job_of_a_certificate_trains_for_two_steps_and_writes_no_export() -> None:
+    job = job_of("qwen3", REGISTRY)
+    assert (job.steps, job.batch.size, job.microbatch_size, job.device) == (2, 8, 2, "cpu")
+    assert (job.export, job.trackers) == (False, [])
+    assert job.optimizer.model_dump(include={"name", "lr"}) == {"name": "adamw", "lr": 0.01}
+    assert (job.task.name, job.data.name) == ("causal_lm", "certificate_tokens")
 
 
 def test_ranks_share_the_samples_of_a_pack() -> None:

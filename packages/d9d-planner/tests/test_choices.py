@@ -143,6 +143,15 @@ def test_states_that_hold_no_more_than_another_are_left_out() -> None:
     ]
 
 
+def test_a_state_covers_no_state_with_activations_of_a_further_stage() -> None:
+    (program,) = parse_programs("F0.0 B0.0 F0.1 F0.2 B0.1 F1.0 B0.2 B1.0 R0 R1\n")
+    assert moments(program) == [
+        Moment(((0, 2),), 0, frozenset({0})),
+        Moment(((0, 1), (1, 1)), 0, frozenset({0})),
+        Moment(((0, 0), (1, 1)), 1, frozenset({0})),
+    ]
+
+
 def test_updates_add_up_field_by_field() -> None:
     assert Update(1, 2, 3, 4, 5) + Update(10, 20, 30, 40, 50) == Update(11, 22, 33, 44, 55)
 
@@ -325,6 +334,21 @@ def test_rates_count_operations_and_bytes_in_the_median_time(monkeypatch: pytest
     assert calibrate._copy(cpu, 100) == 2 * 100 / 0.5
     assert calibrate._attention(cpu, 8) == 7 * 2 * 4 * 16 * 128 * 8**2 / 2 / 0.5
     assert len(ran) == 3
+
+
+def test_attention_is_measured_with_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[tuple[int, ...]]] = []
+    grad = torch.autograd.grad
+
+    def backward(out: Any, inputs: Any, gradient: Any) -> Any:
+        gradients = grad(out, inputs, gradient)
+        found.append([tuple(one.shape) for one in gradients])
+        return gradients
+
+    monkeypatch.setattr(calibrate, "_seconds", lambda _device, run: run() or 0.5)
+    monkeypatch.setattr(torch.autograd, "grad", backward)
+    assert calibrate._attention(torch.device("cpu"), 8) == 7 * 2 * 4 * 16 * 128 * 8**2 / 2 / 0.5
+    assert found == [[(4, 16, 8, 128)] * 3]
 
 
 def test_the_median_of_seven_runs_after_two_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +52,22 @@ def test_only_the_first_process_writes_the_rates_and_a_failure_ends_the_group_to
     with pytest.raises(RuntimeError, match="no link"):
         worker.main(tmp_path, "cpu", 0, 2)
     assert ended == ["rank 1", "ended", "rank 0", "ended", "rank 0", "ended"]
+
+
+@pytest.mark.parametrize(("kind", "backend", "device"), [("cpu", "gloo", "cpu"), ("cuda", "nccl", "cuda:1")])
+def test_each_process_has_a_device_and_meets_the_others_at_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str, device: str
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(worker.torch.accelerator, "set_device_index", lambda index: calls.append(("index", index)))
+    monkeypatch.setattr(worker.dist, "init_process_group", lambda *named, **given: calls.append((named, given)))
+    monkeypatch.setattr(worker.dist, "destroy_process_group", lambda: calls.append("left"))
+    monkeypatch.setattr(worker, "rates", lambda *given: calls.append(given))
+    worker.main(tmp_path, kind, 1, 4)
+    meeting = {"init_method": (tmp_path / "meeting").as_uri(), "rank": 1, "world_size": 4}
+    chosen = [] if kind == "cpu" else [("index", 1)]
+    group = ((backend,), {**meeting, "timeout": timedelta(minutes=2)})
+    assert calls == [*chosen, group, (torch.device(device), 4), "left"]
 
 
 def test_rates_are_bytes_sent_by_a_rank_in_the_time_without_latency(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +147,20 @@ def test_processes_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(TrainingError, match="2 processes did not measure their collectives within 0 s"):
         launched(monkeypatch, "import time; time.sleep(60)")
     assert time.monotonic() - began < 50  # they were ended
+
+
+@pytest.mark.parametrize(("ends", "gives_up"), [(180.0, False), (180.5, True)])
+def test_processes_are_looked_at_twenty_times_a_second_for_three_minutes(
+    monkeypatch: pytest.MonkeyPatch, ends: float, gives_up: bool
+) -> None:
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += 60.0 if now[0] < 180.0 else 0.5
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    slow = [SimpleNamespace(poll=lambda: 0), SimpleNamespace(poll=lambda: None if now[0] <= ends else 0)]
+    with pytest.raises(TrainingError, match="within 180 s; check whether") if gives_up else nullcontext():
+        measure._wait(slow)  # type: ignore[arg-type]
+    assert set(pauses) == {0.05}

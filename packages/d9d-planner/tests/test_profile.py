@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 import yaml
-from d9d_planner.profile import measure
+from d9d_engine.profiling.summary import LABELS
+from d9d_engine.run.interrupt import Interrupts
+from d9d_planner.profile import command, measure, report
 from d9d_planner.profile.command import app
 from d9d_planner.profile.measure import Measured
+from d9d_planner.profile.report import lines
 from d9d_planner.profile.verdict import Verdict, verdict
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 KINDS = ("optimizer", "attention", "matmul", "other", "communication", "idle")
@@ -77,6 +84,219 @@ def test_other_causes_are_named_by_their_share() -> None:
     assert found(other=0.5, on_device=False).cause == "compute"
     assert "take 90%" in found(attention=0.4, other=0.1).reason
     assert any("d9d plan" in text for text in found(size=2).advice)
+
+
+LARGER = "a larger model or longer samples give the device more work for each launch"
+COMPILED = "parallel: [compile] launches fewer, larger kernels"
+FEWER = "batch.microbatch: larger; a step has 4 microbatches"
+DATA = ("batch.prefetch: 8 evens out slow reads", "data on a local disk, or tokenised beforehand")
+PRECISION = "precision: {autocast: bfloat16}, or the strategy fp8, if the job does not have it"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"waits": 0.1}, ("compute", "the GPU is busy 100% of the time; matrix products and attention take 100%",
+                          (PRECISION,))),
+        ({"waits": 0.11, "fields": ()}, ("data", "a step waits 11% of its time for data", DATA)),
+        ({"waits": 0.11}, ("data", "a step waits 11% of its time for data",
+                           ("data.workers: 4 reads and tokenises in other processes", *DATA))),
+        ({"idle": 0.25, "tail": 0.25},
+         ("host", "the GPU is idle 25% of the time and waits for the host, which starts each operation from Python",
+          (COMPILED, FEWER, LARGER))),
+        ({"idle": 0.25, "tail": 0.5, "size": 2},
+         ("compute", "the GPU is busy 75% of the time; matrix products and attention take 75%",
+          ("d9d plan JOB to compare layouts", PRECISION))),
+        ({"idle": 0.15, "tail": 0.25, "attention": 0.5},
+         ("compute", "the GPU is busy 85% of the time; matrix products and attention take 85%", (PRECISION,))),
+        ({"idle": 0.5, "tail": 0.0, "on_device": False, "count": 1},
+         ("host", "most time goes into starting operations from Python, since each of them is small",
+          (COMPILED, LARGER))),
+        ({"idle": 0.4, "tail": 0.0, "on_device": False},
+         ("compute", "the processor is busy 60% of the time; matrix products and attention take 60%", ("a GPU",))),
+        ({"waits": 0.0625, "tail": 0.0, "on_device": False, "predicted": 0.234375},
+         ("compute", "the processor is busy 100% of the time; matrix products and attention take 100%", ("a GPU",))),
+        ({"waits": 0.0625, "tail": 0.0, "on_device": False, "predicted": 0.234},
+         ("host", "most time goes into starting operations from Python, since each of them is small",
+          (COMPILED, FEWER, LARGER))),
+        ({"communication": 0.15},
+         ("compute", "the GPU is busy 100% of the time; matrix products and attention take 85%", (PRECISION,))),
+        ({"communication": 0.16},
+         ("communication", "16% of a step is communication that nothing hides",
+          ("d9d plan JOB finds a layout with less communication",
+           "a larger batch per device, or hsdp in place of fsdp across machines"))),
+        ({"optimizer": 0.25},
+         ("compute", "the GPU is busy 100% of the time; matrix products and attention take 75%", (PRECISION,))),
+        ({"optimizer": 0.26},
+         ("optimizer", "the optimizer takes 26% of a step",
+          ("batch.size: larger, so that a step computes more per update",))),
+        ({"other": 0.4},
+         ("compute", "the GPU is busy 100% of the time; matrix products and attention take 60%", (PRECISION,))),
+        ({"other": 0.41},
+         ("memory", "elementwise operations, which are bound by memory, take 41% of a step",
+          ("parallel: [compile] fuses elementwise operations",
+           "kernel libraries: d9d doctor lists the ones that are missing"))),
+    ],
+)  # fmt: skip
+def test_a_cause_counts_above_its_share_of_a_step(
+    given: dict[str, Any], expected: tuple[str, str, tuple[str, ...]]
+) -> None:
+    assert found(**given) == Verdict(*expected)
+
+
+def test_shares_are_of_the_recorded_time() -> None:
+    kinds = {"communication": 0.1, "matmul": 0.3, "attention": 0.1}
+    slow = Measured(1.0, 0.0, 1.0, 0.9, kinds, 0.5, 100.0, None, True)
+    assert verdict(slow, None, (), (), 1, 1).reason == "20% of a step is communication that nothing hides"
+    unknown = Measured(1.0, 0.0, 1.0, 0.9, kinds, 0.0, 100.0, None, True)
+    busy = "the GPU is busy 100% of the time; matrix products and attention take 0%"
+    assert verdict(unknown, None, (), (), 1, 1).reason == busy
+
+
+class Data(BaseModel):
+    """Config of a dataset."""
+
+    workers: int = 0
+
+
+def job_of(size: int, microbatch: int, ranks: int) -> Any:
+    mesh = SimpleNamespace(data_parallel_size=ranks, world_size=2 * ranks)
+    return SimpleNamespace(
+        batch=SimpleNamespace(size=size), microbatch_size=microbatch, mesh=mesh, data=Data(),
+        parallel=[SimpleNamespace(selector="compile")],
+    )  # fmt: skip
+
+
+def test_a_profile_lists_times_shares_cause_and_prediction() -> None:
+    kinds = {"matmul": 0.3, "communication": 0.05, "idle": 0.15}
+    times = Measured(0.5, 0.0125, 0.4, 0.1, kinds, 0.5, 12_345.0, 3 * 2**29, True)
+    rows = {label: kinds.get(kind, 0.0) for kind, label in LABELS.items()}
+    head = [
+        "step: 500.00 ms, 24,690 tokens/s, peak memory 1.5 GiB",
+        "  waits for data               12.50 ms    2.5%",
+        "  host launches work          400.00 ms   80.0%",
+        "time of the GPU",
+        *(f"  {label:<22}  {taken * 1e3:10.2f} ms {taken / 0.5:7.1%}" for label, taken in rows.items()),
+        "cause: host: the GPU is idle 30% of the time and waits for the host, which starts each operation from Python",
+        "  try batch.microbatch: larger; a step has 3 microbatches",
+        f"  try {LARGER}",
+    ]
+    assert list(lines(times, job_of(24, 2, 4), (0.25, ""))) == [
+        *head,
+        "prediction: 250.00 ms per step without waits and launches, with this machine's rates (measured 2.00 x)",
+    ]
+    assert list(lines(times, job_of(24, 2, 4), (None, "the model has no costs"))) == [
+        *head,
+        "prediction: none, because the model has no costs",
+    ]
+
+
+def test_a_profile_of_a_processor_says_that_recorded_steps_are_slower() -> None:
+    times = Measured(1.0, 0.5, 0.5, 0.0, {"matmul": 2.0}, 2.0, 7.0, None, False)
+    first, waits, host, recorded, *rows = lines(times, job_of(8, 0, 1), (4.0, ""))
+    assert first == "step: 1000.00 ms, 7 tokens/s"
+    assert (waits[-6:], host[-6:]) == (" 50.0%", " 50.0%")
+    assert recorded == "time of the CPU in recorded steps, which are slower: 2000.00 ms"
+    assert [row for row in rows if row.endswith("100.0%")] == [f"  {LABELS['matmul']:<22}     2000.00 ms  100.0%"]
+    assert rows[-1].endswith("(measured 0.25 x)")
+    assert "  try data.workers: 4 reads and tokenises in other processes" in rows
+    empty = Measured(1.0, 0.0, 0.5, 0.0, {}, 0.0, 7.0, None, False)
+    assert [row[-6:] for row in lines(empty, job_of(8, 1, 1), (4.0, ""))][4 : 4 + len(LABELS)] == ["  0.0%"] * len(
+        LABELS
+    )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_times_are_means_of_the_timed_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], []
+    device = torch.device(kind)
+
+    def after(seconds: float, name: object) -> None:
+        now[0] += seconds
+        calls.append(name)
+
+    def step(number: int, pack: object) -> Any:
+        after(2.0 + number, f"step {number} {pack}")
+        return SimpleNamespace(tokens=torch.tensor(100 + number))
+
+    trainer = cast(
+        "Any",
+        SimpleNamespace(
+            topology=SimpleNamespace(device=device, watchdog=SimpleNamespace(phase=lambda *given: calls.append(given))),
+            prefetcher=SimpleNamespace(next=lambda: after(0.5, "next") or "pack"),
+            step=Step(step),
+        ),
+    )
+
+    def recorded(where: torch.device, count: int, one_step: Any, given: object) -> tuple[dict[str, float], float]:
+        assert (where, given is trainer) == (device, True)
+        for _ in range(count):
+            one_step()
+        return {"matmul": 3.0, "idle": 0.25}, 3.25
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(measure, "_synchronise", lambda where: after(0.25, where))
+    monkeypatch.setattr(measure, "_recorded", recorded)
+    monkeypatch.setattr(measure.torch.cuda, "max_memory_allocated", lambda where: {device: 77}[where])
+    found = measure.measure(trainer, 2, 4, 1)
+    # Steps 2 to 5 take 4, 5, 6 and 7 seconds and a wait; the last synchronisation is a sixteenth of a second of each.
+    seconds = (22.0 + 4 * 0.5 + 0.25) / 4
+    on_gpu = kind == "cuda"
+    assert found == Measured(
+        step=seconds, waits=0.5, host=22.0 / 4, tail=0.25,
+        kinds={"matmul": 3.0, "idle": seconds - 3.0 if on_gpu else 0.25}, recorded=seconds if on_gpu else 3.25,
+        tokens=103.5, memory=77 if on_gpu else None, on_device=on_gpu,
+    )  # fmt: skip
+    one = [part for number in range(7) for part in (("step", number), "next", f"step {number} pack")]
+    assert calls == [*one[:6], device, *one[6:18], device, *one[18:]]
+    assert trainer.step.told == ["data wait"] * 7
+
+
+class Step:
+    """Stand-in of a step with its named ranges."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.told: list[str] = []
+
+    def __call__(self, *given: Any) -> Any:
+        return self._call(*given)
+
+    def ranges(self, name: str) -> Any:
+        self.told.append(name)
+        return nullcontext()
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(12, (4, 2, 5)), (30, (10, 14, 5))])
+@pytest.mark.parametrize("main", [True, False])
+def test_a_third_of_the_steps_warms_up_and_the_last_ones_are_recorded(
+    steps: int, expected: tuple[int, int, int], main: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked: list[Any] = []
+    trainer = SimpleNamespace(prefetcher=nullcontext())
+    job = SimpleNamespace(build=lambda topology, observers, interrupts: trainer)
+    topology = SimpleNamespace(is_main=main, device="cpu")
+
+    def joined(process: object, _interrupts: object, load: Any, import_modules: Any, what: str) -> Any:
+        asked.append((process, load(), what))
+        return nullcontext((job, topology, "start", True))
+
+    def started(_interrupts: object, alone: bool, what: str) -> Any:
+        asked.append((alone, what))
+        return nullcontext()
+
+    monkeypatch.setattr(command, "joined_process", joined)
+    monkeypatch.setattr(command, "start_up", started)
+    monkeypatch.setattr(command, "_predicted", lambda *given: (given == (job, "cpu"), "why"))
+    monkeypatch.setattr(measure, "measure", lambda *given: asked.append(given) or "times")
+    monkeypatch.setattr(report, "lines", lambda *given: [str(given[::2])])
+    process: Any = "process"
+    command._profile(process, Interrupts(), lambda: job, steps)  # type: ignore[arg-type, return-value]
+    assert asked == [("process", job, "measured"), (True, "measured"), (trainer, *expected)]
+    said = capsys.readouterr()
+    assert said.out == ("('times', (True, 'why'))\n" if main else "")
+    assert (f"profile: {steps} steps; nothing is saved" in said.err) is main
 
 
 MODULE = """

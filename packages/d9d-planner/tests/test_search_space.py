@@ -123,6 +123,43 @@ def test_an_axis_has_the_jobs_own_strategy_or_those_without_a_library() -> None:
     assert [spec.name for spec in options(named("library"), named("ring")).strategies("cp")] == ["library", "ring"]
 
 
+def test_a_strategy_that_alters_the_training_keeps_its_axis_and_excludes_its_conflicts() -> None:
+    loose = replace(
+        strategy("loose", "data", "dp_replicate"),
+        alters_training=True,
+        conflicts=frozenset({"strategy:shards", "strategy:ring", "strategy:experts", "mesh:pp"}),
+    )
+    module: Any = SimpleNamespace(
+        __name__="acme", d9d_strategies=hookimpl(lambda: [*d9d_strategies(), loose]), d9d_schedules=d9d_schedules
+    )
+    job: Any = SimpleNamespace(
+        parallel=[named("loose", degree=4), named("tensor")],
+        pipeline=None,
+        model=SimpleNamespace(num_experts=6),
+        mesh=Mesh(dp_replicate=3, tp=2),
+    )
+    found = Options(job, Registry.of(module))
+    assert settings([found.kept]) == [[("loose", 4)]]
+    assert found.fixed == {"dp_replicate": 3}
+    names = {axis: [spec.name for spec in found.strategies(axis)] for axis in ("tp", "cp", "ep")}
+    assert names == {"tp": ["tensor"], "cp": [], "ep": []}
+    assert found.expert_groups(Mesh(dp_shard=4, tp=3)) == [1]
+    # The strategy for both axes is the only one left for dp_shard; dp_replicate needs none beside the kept one.
+    assert settings(found.parallel(Mesh(dp_shard=2, dp_replicate=3), waits=True)) == [[("both", 1)]]
+    assert settings(found.parallel(Mesh(dp_replicate=3), waits=True)) == [[]]
+
+
+def test_of_strategies_that_fit_as_well_the_jobs_own_is_tried_first() -> None:
+    wide = strategy("wide", "data", "dp_replicate", "pp")
+    module: Any = SimpleNamespace(
+        __name__="acme", d9d_strategies=hookimpl(lambda: [*d9d_strategies(), wide]), d9d_schedules=d9d_schedules
+    )
+    job: Any = SimpleNamespace(parallel=[named("wide", degree=4)], pipeline=None, model=None)
+    found = Options(job, Registry.of(module))
+    assert settings(found.parallel(Mesh(dp_replicate=2), waits=True)) == [[("wide", 4)]]
+    assert settings(found.parallel(Mesh(dp_shard=2, dp_replicate=2), waits=True)) == [[("both", 1)]]
+
+
 def test_numbers_of_expert_groups_divide_the_experts_and_fit_the_mesh() -> None:
     mesh = Mesh(dp_shard=4, tp=3)
     assert options().expert_groups(mesh) == [1, 3, 6]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,9 @@ def test_a_difference_fails_the_command(monkeypatch: pytest.MonkeyPatch, options
     assert found == [([Path("one.py")], False, True)]
     assert result.exit_code == 1
     assert "differs" in result.stdout
-    assert ('"holds": false' in result.stdout) == bool(options)
+    if options:
+        assert result.stdout == json.dumps(Certificate("m", None, "0" * 64, VERSIONS, cells).to_json(), indent=1) + "\n"
+        assert json.loads(result.stdout)["holds"] is False
     assert "tp=2" in result.stderr
     assert "\x1b" not in result.stderr
     del cells[-1]

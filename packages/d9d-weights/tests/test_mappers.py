@@ -11,9 +11,10 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
-from d9d_weights.graph.base import Mapper, Parallel, Sequential
+from d9d_weights.graph.base import Mapper, Parallel, Scope, Sequential
 from d9d_weights.graph.compose import Connect, Prefix, Shard
 from d9d_weights.graph.compute import Compute
+from d9d_weights.graph.expressions import Source
 from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
 from d9d_weights.graph.mappers import Cast, Distribute, Gather, Identity, Rename, Squeeze, Transpose, Unsqueeze
 from d9d_weights.graph.merging import Chunk, Concatenate, Stack, Unstack
@@ -93,6 +94,11 @@ CASES: dict[str, tuple[Mapper, dict[str, Tensor], Callable[[dict[str, Tensor]], 
         Chunk("c", ["a", "b"], sizes=[3, 1]),
         {"c": numbers(4, 3)},
         lambda t: {"a": t["c"][:3], "b": t["c"][3:]},
+    ),
+    "empty chunk": (
+        Chunk("c", ["a", "b"], dim=1, sizes=[0, 3]),
+        {"c": numbers(4, 3)},
+        lambda t: {"a": t["c"][:, :0], "b": t["c"]},
     ),
     "cast": (
         Cast("a", torch.bfloat16, back=F32),
@@ -311,6 +317,66 @@ def test_graphs_that_cannot_be_are_refused_by_name(
     for text in texts:
         assert text in str(caught.value)
     assert "''" not in str(caught.value)  # a graph of the whole model has no path to name
+
+
+@pytest.mark.parametrize(
+    ("mapper", "shapes", "lines"),
+    [
+        (Stack(["a", "b", "c"], "s", 1), {"a": (2,), "b": (3,), "c": (2,)}, ["Stack('s'): 'b' is {3}, 'a' is {2}"]),
+        (Stack(["a", "b"], "s", 2), {"a": (2,), "b": (2,)}, [
+            "Stack('s'): tensors of the shape [2] cannot be stacked along a new dimension 2"]),
+        (Stack(["a", "b"], "s", -1), {"a": (2,), "b": (2,)}, [
+            "Stack('s'): tensors of the shape [2] cannot be stacked along a new dimension -1"]),
+        (Concatenate(["a", "b"], "c", 1), {"a": (2, 3), "b": (4, 3)}, [
+            "Concatenate('c'): 'b' is {4, 3}, 'a' is {2, 3}"]),
+        (Concatenate(["a", "b"], "c", 1), {"a": (2, 3), "b": (2,)}, ["Concatenate('c'): 'b' is {2}, 'a' is {2, 3}"]),
+        (Concatenate(["a", "b"], "c", 1), {"a": (2,), "b": (2,)}, ["Concatenate('c'): 'a' of [2] has no dimension 1"]),
+        (Concatenate(["a", "b"], "c", -1), {"a": (2,), "b": (2,)}, [
+            "Concatenate('c'): 'a' of [2] has no dimension -1"]),
+        (Unstack("a", ["x"], 1), {"a": (1,)}, ["Unstack('a') cannot make 1 tensors from dimension 1 of [1]"]),
+        (Chunk("a", ["x"], 1), {"a": (1,)}, ["Chunk('a'): dimension 1 of [1] cannot be cut into 1 equal parts"]),
+        (Chunk("a", ["x"], 0, [1, 1]), {"a": (2,)}, [
+            "Chunk('a'): dimension 0 of [2] cannot be cut into parts of [1, 1]"]),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_one_problem_with_their_shapes(
+    mapper: Mapper, shapes: dict[str, tuple[int, ...]], lines: list[str]
+) -> None:
+    scope = Scope({name: Source(name, spec) for name, spec in specs(**shapes).items()}, [])
+    effect = mapper.apply(scope)
+    assert scope.problems == [line.replace("{", "torch.float32 [").replace("}", "]") for line in lines]
+    assert effect.taken.keys() == shapes.keys()
+    assert effect.made == {}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("model.", {"a": "model.a", "z": "model.z", "model.": "model.model.", "": "model."}),
+        ("m", {"odel-x": "model-x", "odel.": "model.", "odel.a": "model.a", "odel.model.": "model.model.",
+               "odel.z": "model.z", "odel/": "model/", "odela.w": "modela.w", "odelz": "modelz"}),
+        ("n", {"": "n", "el": "nel"}),
+        ("o", {}),
+        ("model.z.", {}),
+    ],
+)  # fmt: skip
+def test_the_values_below_a_prefix_are_the_ones_that_start_with_it(prefix: str, expected: dict[str, str]) -> None:
+    names = [
+        "nel",
+        "model.z",
+        "model/",
+        "model-x",
+        "modela.w",
+        "modelz",
+        "model.model.",
+        "model.",
+        "n",
+        "lz",
+        "model.a",
+    ]
+    scope = Scope({name: Source(name, spec) for name, spec in specs(**dict.fromkeys(names, (1,))).items()}, [])
+    assert {inner: value.name for inner, value in scope.below(prefix).items()} == expected  # type: ignore[attr-defined]
+    assert scope.below("") == scope.values
 
 
 def test_mappers_without_an_inverse_say_so() -> None:

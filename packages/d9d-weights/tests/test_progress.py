@@ -178,15 +178,15 @@ def test_a_bar_is_drawn_again_only_if_it_changed(monkeypatch: pytest.MonkeyPatch
         assert terminal.getvalue().count("reading") == 3
 
 
-def test_the_remaining_time_is_shown_from_an_estimate_until_the_last_second() -> None:
+def test_the_remaining_time_is_shown_from_an_estimate_until_the_end() -> None:
     clock = Clock(0)
     made = progress.ChangingProgress(EtaColumn(), console=Console(file=io.StringIO()), get_time=clock)
     task = made.add_task("", total=100)
     seen = []
-    for clock.now, done in ((10, 1), (11, 2), (20, 11), (21, 99), (22, 100)):
+    for clock.now, done in ((10, 1), (11, 2), (20, 11), (21, 99), (21.5, 99.75), (22, 100)):
         made.update(task, completed=done)
         seen.append(str(EtaColumn().render(made.tasks[0])))
-    assert seen == ["", "ETA 0:01:38", "ETA 0:01:29", "ETA 0:00:01", ""]
+    assert seen == ["", "ETA 0:01:38", "ETA 0:01:29", "ETA 0:00:01", "ETA 0:00:01", ""]
 
 
 def test_bytes_are_shown_in_the_unit_of_their_total() -> None:

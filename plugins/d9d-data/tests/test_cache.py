@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import DataError
+from d9d_data.corpus import work
 from d9d_data.corpus.cache import MANIFEST, cached_directory, find_damage
+from d9d_data.corpus.work import work_directory
+from d9d_weights.files.lock import LocksUnsupportedError
 
 SCRIPT = """
 import sys, time
@@ -161,3 +164,36 @@ def test_unusable_cache_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"cache directory .*file.*choose another"):
         ensure(tmp_path / "file")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_unfinished_work_stays_if_a_later_process_can_continue_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, keep: bool
+) -> None:
+    def unsupported(file: Path, _wait: object) -> int:
+        file.touch()
+        raise LocksUnsupportedError(95, "not supported")
+
+    if not locks:
+        monkeypatch.setattr(work, "lock_file", unsupported)
+    notes: list[str] = []
+    root = tmp_path / "new" / "cache"
+    with work_directory(root, "key", keep, notes.append) as directory:
+        (directory / "a").write_text("a")
+        assert (directory == root / "key.tmp-work") is locks
+        assert list(root.iterdir()) == [directory]
+    assert list(root.iterdir()) == []
+    failed = work_directory(root, "key", keep, notes.append)
+    directory = failed.__enter__()
+    (directory / "a").write_text("a")
+    assert failed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None) is False
+    assert (directory / "a").exists() is (locks and keep)
+    assert list(root.iterdir()) == ([directory] if locks and keep else [])
+    without = (
+        f"files in {root} cannot be locked (not supported): processes that prepare the same data do not wait for each "
+        "other"
+    )
+    assert notes == ([] if locks else [without] * 2)
+    with work_directory(root, "key", keep, notes.append) as again:  # the lock was given back
+        assert (again / "a").exists() is (locks and keep)

@@ -99,6 +99,27 @@ def test_a_conversation_that_is_too_long_is_cut_or_left_out(
     assert any(f"left out {dropped} of 3 conversations that are too long" in note for note in notes) == bool(dropped)
 
 
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ([chat("a", "b") | {"weight": 0}], "all 1 conversations are too long for 65 tokens, or have no token to learn"),
+        (
+            [chat("a" * 200, "z"), chat("a" * 100, "z")],
+            "none of the 2 conversations has a token to learn in its first 65 tokens: "
+            "their prompts alone have 119 tokens and more",
+        ),
+    ],
+)
+def test_a_corpus_of_conversations_without_tokens_to_learn_says_what_they_lack(
+    stream: Open, records: list[dict[str, Any]], says: str
+) -> None:
+    for record in records:
+        record["messages"][1]["weight"] = record.pop("weight", 1)
+    with pytest.raises(DataError) as caught:
+        stream(*records)
+    assert str(caught.value).startswith(f"data.sequence_length: {says}")
+
+
 @pytest.mark.thorough
 def test_an_error_names_the_record_and_skipping_counts_it(stream: Open) -> None:
     with pytest.raises(DataError, match=r"data.jsonl:2 .*but a sequence at most 65"):

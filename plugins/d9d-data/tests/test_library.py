@@ -74,8 +74,21 @@ def test_the_order_of_packs_depends_on_the_seed() -> None:
     orders = {tuple(BufferSortedDataset(Sized(list(range(64))), 64, 4, seed)) for seed in (0, 1, None)}
     assert len(orders) == 3
     assert tuple(range(64)) in orders  # without a seed
+    assert tuple(BufferSortedDataset(Sized(list(range(64))), 64, 4)) == tuple(
+        BufferSortedDataset(Sized(list(range(64))), 64, 4, seed=0)
+    )
     with pytest.raises(ValueError, match="buffer_size 6 is not a multiple of pack_size 4"):
         BufferSortedDataset(Sized([1]), 6, 4)
+
+
+@pytest.mark.parametrize("index", range(9))
+def test_any_sorted_item_can_be_read_first(index: int) -> None:
+    sizes = [5, 3, 4, 2, 9, 1, 8, 0, 7]
+    whole = BufferSortedDataset(Sized(sizes), 4, 2, seed=None)
+    assert list(whole) == [2, 3, 4, 5, 0, 1, 8, 9, 7]
+    alone = BufferSortedDataset(Sized(sizes), 4, 2, seed=None)
+    assert (alone[index], alone.sort_key(index)) == (whole[index], whole[index])
+    assert alone.place_of(index) == sizes.index(whole[index])
 
 
 def test_tensors_are_padded_on_either_side() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from d9d_core.errors import DataError
-from d9d_data.fields import labelled
+from d9d_data.chat import formats
+from d9d_data.fields import labelled, pairs, tokens
 from d9d_data.sources import document, find, lines, tables
 from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.place import Place, Record
+from d9d_data.tokenizer.byte_level import BytesTokenizer
 
 FILE = SourceFile.of("a.jsonl")
 #: Names of which the first is too long, and two are too many.
@@ -36,6 +38,36 @@ def test_a_labelled_record_shows_twenty_of_its_fields() -> None:
     assert "(it has none); name" in str(labelled._without(record(), "label", "label"))
     assert "(it has label); it is a int there; name" in str(labelled._without(record(label=3), "label", "label"))
     assert "(it has label); name" in str(labelled._without(record(label="x"), "label", "label"))
+
+
+def test_a_pair_and_a_record_of_tokens_show_twenty_of_their_fields() -> None:
+    encoder = pairs.PairsEncoder(
+        BytesTokenizer("<|endoftext|>"), "query", "positive", None, 0, "", "", longest=9, too_long="cut_end"
+    )
+    many = dict.fromkeys(NAMES, 1)
+    for values, shown in ((many, SHOWN), ({}, "none")):
+        with pytest.raises(DataError) as error:
+            encoder._sample(record(**values))
+        assert f"a.jsonl:7 has no text in query (it has {shown}); write records such as" in str(error.value)
+    for values, shown in (({"none": None, **many}, SHOWN), ({"none": None}, "none")):
+        with pytest.raises(DataError) as error:
+            tokens._numbers(record(**values), "input_ids")
+        assert str(error.value) == f"a.jsonl:7 has no field 'input_ids' (it has {shown}); give a list of numbers"
+    with pytest.raises(DataError) as error:
+        tokens._numbers(record(input_ids=[1, 2, "x" * 41]), "input_ids")
+    assert str(error.value) == f"a.jsonl:7: input_ids[2] is {'x' * 40}; give whole numbers"
+
+
+def test_a_conversation_shows_twenty_of_its_fields_and_little_of_their_values() -> None:
+    assert formats._fields(dict.fromkeys(NAMES, 1)) == SHOWN
+    assert formats._fields({"none": None, "a": 1}) == "a"
+    assert formats._fields({"none": None}) == "none"
+    most = formats._SHOWN
+    long = {"n" * (most + 1): ["x" * (most + 1), *range(20)], **{f"n{number}": 0 for number in range(20)}}
+    assert formats._shortened(long) == {
+        "n" * most: ["x" * most, *range(19)], **{f"n{number}": 0 for number in range(19)}
+    }  # fmt: skip
+    assert formats._shortened((1, {"a": None})) == [1, {"a": None}]
 
 
 def test_columns_of_a_table_are_shown_with_the_likely_one(monkeypatch: pytest.MonkeyPatch) -> None:

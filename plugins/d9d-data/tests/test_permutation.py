@@ -57,3 +57,9 @@ def test_keys_give_unrelated_well_mixed_orders() -> None:
 def test_index_outside_is_an_error(index: int) -> None:
     with pytest.raises(IndexError):
         Permutation(5, "k")(np.asarray([index]))
+
+
+def test_the_largest_permutation_has_its_first_and_last_item() -> None:
+    size = 2**62
+    first, last = Permutation(size, "k")(np.asarray([0, size - 1])).tolist()
+    assert 0 <= min(first, last) < max(first, last) < size

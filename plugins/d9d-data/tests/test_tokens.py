@@ -171,3 +171,20 @@ def test_the_tokenizer_is_needed_and_fields_without_effect_are_refused(tmp_path:
     ):
         with pytest.raises(ValidationError, match=says):
             TokensConfig.model_validate({**given, **values})
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        (None, "all 2 records are too long for 65 tokens, or have no token to learn (the longest has 90)"),
+        (0, "all 2 records are too long for 65 tokens, or have no token to learn (the longest has 90)"),
+        (70, "none of the 2 records has a token to learn in its first 65 tokens: their prompts alone have 70 tokens"),
+    ],
+)
+def test_records_without_a_token_to_learn_say_which_length_has_one(stream: Open, first: int | None, says: str) -> None:
+    records = [
+        {"input_ids": [5] * size, "loss_mask": [int(place == first) for place in range(size)]} for size in (90, 80)
+    ]
+    with pytest.raises(DataError) as caught:
+        stream(*records)
+    assert says in str(caught.value)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def test_an_order_has_the_resources_and_the_options_and_survives_its_file(tmp_pa
     assert order_of(config, request_in(place, device="cpu")).resources == {"CPU": 2}
     assert order_of(RayConfig(gpus_per_process=0.5), request_in(place)).resources == {"CPU": 1, "GPU": 0.5}
     assert Order(**order.values()) == order
+    assert order.text() == json.dumps(dict(order.values()), indent=1) + "\n"
     with pytest.raises(JobError, match="all machines must share run.dir"):
         Order.read((tmp_path / "absent").as_uri())
 
@@ -82,9 +84,14 @@ def test_a_cluster_of_this_machine_has_room_for_the_job_and_listens_at_the_loopb
     order = order_of(RayConfig(cpus_per_process=20, export=["WANTED", "ABSENT"]), request_in(tmp_path))
     environ = {"WANTED": "value", "OTHER": "secret"}
     found = cluster_of(order, environ)
-    assert found["num_cpus"] >= 160
-    assert found["_node_ip_address"] == "127.0.0.1"
-    assert found["runtime_env"] == {"env_vars": {"WANTED": "value"}}
+    assert found == {
+        "address": "local",
+        "runtime_env": {"env_vars": {"WANTED": "value"}},
+        "num_cpus": max(160, os.cpu_count() or 1),
+        "object_store_memory": 100 * 2**20,
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+    }
     existing = cluster_of(order, environ | {"RAY_ADDRESS": "10.0.0.1:6379"})
     assert existing == {"address": "10.0.0.1:6379", "runtime_env": {"env_vars": {"WANTED": "value"}}}
     assert cluster_of(replace(order, address=SERVER), {})["address"] == "auto"
@@ -253,6 +260,16 @@ def test_the_driver_writes_its_end_and_sigterm_becomes_a_file(
     assert json.loads((request.folder / END).read_text()) == {"status": 75, "cause": "", "reported": 12}
     assert driver.main([(tmp_path / "absent").as_uri()], environ) == 2
     assert "all machines must share run.dir" in capsys.readouterr().out
+
+
+def test_the_driver_reads_the_order_that_its_command_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["driver", (tmp_path / "absent").as_uri()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(driver.__file__, run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().out.startswith(f"error: {tmp_path / 'absent'}: cannot be read: ")
 
 
 @pytest.mark.usefixtures("handlers")

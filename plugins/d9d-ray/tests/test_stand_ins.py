@@ -112,6 +112,21 @@ def test_a_rank_knows_its_place_and_forgets_its_failure_in_an_earlier_start(
     assert {logging.getLogger(name).level for name in (None, "ray.train")} == {logging.WARNING}
 
 
+def test_machines_are_counted_by_the_last_of_them_if_they_have_different_numbers_of_ranks(
+    ray: SimpleNamespace, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(
+        get_world_rank=lambda: 5, get_world_size=lambda: 6, get_local_world_size=lambda: 4,
+        get_node_rank=lambda: 2, get_local_rank=lambda: 0,
+    )  # fmt: skip
+    seen: list[Any] = []
+    monkeypatch.setattr(sys.modules["ray.train"], "get_context", lambda: context)
+    monkeypatch.setattr(worker, "_train", lambda order, env, causes: seen.append(env) or 0)
+    ray.rank = 5
+    worker.train_rank(asdict(order_in(folder)))
+    assert [(env.node_rank, env.num_nodes, env.local_world_size) for env in seen] == [(2, 3, 4)]
+
+
 def test_a_stop_that_was_not_asked_for_is_a_preemption(
     ray: SimpleNamespace, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

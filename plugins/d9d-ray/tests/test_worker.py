@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,43 @@ def test_a_request_to_stop_is_passed_on_from_a_thread() -> None:
         assert asked.wait(30)
     assert interrupts.requested == "a preemption"
     with passed_on(lambda: None, Interrupts(), pause=0.001):
-        pass  # the thread ends with the block
+        assert threads("d9d-ray-stop") == [True]
+    assert threads("d9d-ray-stop") == []  # the thread ends with the block
+
+
+def threads(name: str) -> list[bool]:
+    return [thread.daemon for thread in threading.enumerate() if thread.name == name]
+
+
+def test_reports_that_an_error_leaves_behind_keep_no_process_alive() -> None:
+    reported: list[Mapping[str, Any]] = []
+    with Reports(reported.append) as reports:  # without a flush, as after an error
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "d9d-ray-reports")
+        assert thread.daemon
+        reports.saved(saved(2))
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [one["step"] for one in reported] == [2]
+
+
+@pytest.mark.parametrize(("file", "announced", "cause"), [
+    (True, True, "d9d launch cancel"), (True, False, "d9d launch cancel"), (False, True, "a preemption"),
+    (False, False, None),
+])  # fmt: skip
+def test_a_request_to_stop_is_a_file_or_an_announcement_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: bool, announced: bool, cause: str | None
+) -> None:
+    names = ["ray", "train", "v2", "_internal", "execution", "context"]
+    for count in range(1, len(names) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(names[:count]), ModuleType(names[count - 1]))
+    known = SimpleNamespace(preemption_info={"deadline": 3} if announced else None)
+    context = vars(sys.modules[".".join(names)])
+    context["get_train_context"] = lambda: SimpleNamespace(preemption_context=known)
+    if file:
+        (tmp_path / "stop").touch()
+    assert worker._request(tmp_path / "stop") == cause
+    del context["get_train_context"]  # another release of Ray
+    assert worker._request(tmp_path / "stop") == ("d9d launch cancel" if file else None)
 
 
 def saved(step: int) -> CheckpointSaved:

@@ -62,7 +62,7 @@ def engine_config(registry: Registry, engine: str, fields: Mapping[str, Any]) ->
             {**fields, "name": entry.spec.key}, context={"registry": registry, "label": f"the engine {entry}"}
         )
     except ValidationError as error:
-        lines = [_problem(line["loc"], line["msg"], line["input"]) for line in error.errors(include_url=False)]
+        lines = [_problem(line["loc"], line["msg"], line["input"]) for line in error.errors()]
         raise JobError("\n".join(lines)) from error
     return config
 

@@ -77,12 +77,12 @@ def _unit(count: float) -> tuple[str, int]:
 
 
 class EtaColumn(ProgressColumn):
-    """Column with the remaining time; empty without an estimate, and in the last second and at the end."""
+    """Column with the remaining time, rounded up to seconds; empty without an estimate, and at the end."""
 
     def render(self, task: Task) -> Text:
         """Render the remaining time of a task, such as ``ETA 0:01:30``."""
         seconds = task.time_remaining
-        if task.finished or seconds is None or seconds < 1:
+        if task.finished or seconds is None:
             return Text("")
         minutes, rest = divmod(int(seconds), 60)
         return Text(f"ETA {minutes // 60}:{minutes % 60:02}:{rest:02}", style="progress.remaining")

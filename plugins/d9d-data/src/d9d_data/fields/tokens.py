@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -142,7 +143,8 @@ def _numbers(record: Record, field: str) -> Int64:
     value = value_of(record, field)
     where = f"{record.place}: {field}"
     if value is None:
-        fields = ", ".join(str(name)[:40] for name, item in record.values.items() if item is not None) or "none"
+        names = islice((name for name, item in record.values.items() if item is not None), 20)
+        fields = ", ".join(str(name)[:40] for name in names) or "none"
         raise DataError(f"{record.place} has no field '{field}' (it has {fields}); give a list of numbers")
     if not isinstance(value, list | tuple):
         raise DataError(f"{where} is a {type(value).__name__}, not a list of numbers")
