@@ -64,6 +64,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values(base: Path, directory: Path, **sections: Any) -> dict[str, Any]:
+    directory.mkdir(exist_ok=True)
     (directory / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
     return {
         "run": {"name": "tuned", "dir": str(directory / "runs")},
@@ -431,8 +432,10 @@ def save_experts(directory: Path, **fields: Any) -> Path:
 def pairs(directory: Path) -> dict[str, Any]:
     """Sections of a job that trains embeddings of queries and their texts."""
     file = directory / "pairs.jsonl"
-    file.write_text(json.dumps({"query": "fox", "positive": "a quick fox"}) + "\n")
-    return {"task": "embedding", "data": {"name": "pairs", "sources": [str(file)], "sequence_length": 24}}
+    names = ("fox", "dog", "bear", "wolf")
+    file.write_text("".join(json.dumps({"query": name, "positive": f"a quick {name}"}) + "\n" for name in names))
+    data = {"name": "pairs", "sources": [str(file)], "tokenizer": "bytes", "sequence_length": 24}
+    return {"task": "embedding", "data": data}
 
 
 @pytest.mark.parametrize(
@@ -456,6 +459,31 @@ def test_a_model_that_computes_otherwise_than_its_base_model_is_told(
     found = [one for one in warnings if "the model differs from its base model in" in one]
     assert len(found) == len(said)
     assert all(text in found[0] for text in said)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["lora", "ia3"])
+def test_the_adapter_of_a_model_without_head_is_loaded_by_the_library_and_starts_runs(
+    base: Path, tmp_path: Path, method: str
+) -> None:
+    model = {"name": "qwen3", "pretrained": str(base), "tie_embeddings": False}
+    model |= {"heads": {"vector": {"kind": "embedding"}}}
+    sections = {"model": model, "peft": METHODS[method], **pairs(tmp_path)}
+    first = train([values(base, tmp_path / "first", **sections)])[0]
+    run = tmp_path / "first" / "runs" / "tuned"
+    automatic = peft.AutoPeftModel.from_pretrained(str(run / "adapter"))
+    merged = transformers.AutoModel.from_pretrained(run / "model")
+    with torch.no_grad():
+        found, expected = (one.eval()(TOKENS).last_hidden_state for one in (automatic, merged))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    plain = transformers.AutoModel.from_pretrained(base).eval()
+    assert not torch.allclose(plain(TOKENS).last_hidden_state, expected, atol=1e-3)
+    started = {**METHODS[method], "init_from": str(run / "adapter")}
+    for place, more in {"again": sections, "language": {}}.items():
+        job = job_of(values(base, tmp_path / place, **{**more, "peft": started}), PLUGINS)
+        trainer = job.build(lambda _: None)
+        own = [parameter.flatten() for parameter in trainer.stage.parameters()]  # the shapes of IA3 differ in files
+        assert all(any(torch.equal(one, two.flatten()) for one in own) for two in first.values())
 
 
 def test_a_model_that_no_config_json_describes_is_refused_before_training(base: Path, tmp_path: Path) -> None:

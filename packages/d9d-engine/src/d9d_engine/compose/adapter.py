@@ -64,9 +64,12 @@ def save_adapter(
     try:
         published = _published(job, selection, assembly)
         base = job.model.pretrained if isinstance(job.model, ModelConfig) else None
+        name = _class_of(job, selection)
+        if _is_bare(name):
+            published = _without_prefix(published)
         config = {
             "base_model_name_or_path": base or "",
-            **_classes(job, selection),
+            **_class_fields(name),
             **method.adapter_config(assembly.full_model, published),
         }
         graph = StateGraph(method.adapter_exporter(assembly.full_model, published), _tuned(assembly))
@@ -131,9 +134,13 @@ def start_method(
                 text = directory.read_file(ADAPTER_FILES.config)
                 config = read_object(f"{directory.location}/{ADAPTER_FILES.config}", text)
                 published = _published(job, selection, assembly)
+                there = {name: spec for name, spec in directory.specs.items() if not name.endswith(_OF_THE_MODEL)}
+                # An adapter of a class without head has other names, and fits a model with a head, too.
+                if not there.keys() & _names_in_files(method, assembly, published):
+                    bare = _without_prefix(published)
+                    published = bare if there.keys() & _names_in_files(method, assembly, bare) else published
                 method.check_adapter(assembly.full_model, published, config, directory.specs.keys())
                 exporter = method.adapter_exporter(assembly.full_model, published)
-                there = {name: spec for name, spec in directory.specs.items() if not name.endswith(_OF_THE_MODEL)}
                 _compare_names(there.keys(), StateGraph(exporter, _tuned(assembly)).specs.keys())
                 graph = StateGraph(exporter.inverse(), there)
                 graph.check(_tuned(assembly), "the job's adapter")
@@ -175,18 +182,36 @@ def _published(job: BaseJob, selection: Parts, assembly: Assembly) -> Mapping[st
     return published_names(named(job.model), own)
 
 
-def _classes(job: JobConfig, selection: Selection) -> dict[str, Any]:
-    """Fields ``task_type`` and ``auto_mapping``, from which the ``peft`` library finds the class of the base model.
-
-    Task types of classifiers are not used: with them the library looks for a trained head in the adapter.
-    """
+def _class_of(job: JobConfig, selection: Selection) -> str:
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)
     assert spec.hugging_face is not None
     names = spec.hugging_face.load()().config_json(job.model, job.precision.parameters).get("architectures") or [""]
-    if names[0].endswith("ForCausalLM"):
+    return str(names[0])
+
+
+def _is_bare(name: str) -> bool:
+    """Whether a class of transformers is a model without head, such as ``Qwen3Model``."""
+    return name.endswith("Model") and not name.endswith("LMHeadModel")
+
+
+def _class_fields(name: str) -> dict[str, Any]:
+    """Fields ``task_type`` and ``auto_mapping``, from which the ``peft`` library finds the class of the base model.
+
+    Task types of classifiers are not used: with them the library looks for a trained head in the adapter.
+    """
+    if name.endswith("ForCausalLM"):
         return {"task_type": "CAUSAL_LM", "auto_mapping": None}
-    return {"task_type": None, "auto_mapping": {"base_model_class": names[0], "parent_library": "transformers"}}
+    return {"task_type": None, "auto_mapping": {"base_model_class": name, "parent_library": "transformers"}}
+
+
+def _without_prefix(published: Mapping[str, str]) -> dict[str, str]:
+    """Names in a class without head: transformers omits their prefix when it reads a model, peft does not."""
+    return {ours: there.removeprefix("model.") for ours, there in published.items()}
+
+
+def _names_in_files(method: AdapterFormat, assembly: Assembly, published: Mapping[str, str]) -> Collection[str]:
+    return StateGraph(method.adapter_exporter(assembly.full_model, published), _tuned(assembly)).specs.keys()
 
 
 def _tuned(assembly: Assembly) -> dict[str, TensorSpec]:
