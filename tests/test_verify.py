@@ -159,6 +159,25 @@ def test_a_scaled_job_has_layers_and_microbatches_for_its_pipeline(small_job: Wr
     Job.load(small).plan()  # can run
 
 
+@pytest.mark.parametrize(
+    ("sections", "layers"),
+    [
+        ({}, 2),
+        ({"kernels": {"attention": [{"backend": "sdpa", "match": ["layers.4"]}]}}, 5),
+        ({"kernels": {"attention": [{"backend": "sdpa", "match": ["layers.1"]}]}}, 2),
+        ({"mesh": {"dp_shard": 2}, "parallel": [{"name": "fsdp", "match": ["layers.*"]}]}, 2),
+        ({"mesh": {"dp_shard": 2}, "parallel": [{"name": "fsdp", "match": ["layers.0", "layers.3"]}]}, 5),
+    ],
+)
+def test_a_scaled_model_keeps_the_layers_that_patterns_name(
+    small_job: Write, sections: dict[str, Any], layers: int
+) -> None:
+    job = Job.load(small_job(model=LARGE | {"num_layers": 5}, **sections))
+    layout = own_layout(job, max_ranks=8)
+    values = scaled_values(job, [layout], steps=3)
+    assert (values["model"]["num_layers"], values["model"]["hidden_size"] < 256) == (layers, True)
+
+
 def test_the_reference_layout_runs_the_references_of_model_and_optimizer(small_job: Write) -> None:
     job = Job.load(small_job(mesh={"dp_shard": 2}, parallel=["fsdp"]))
     values = scaled_values(job, [REFERENCE_LAYOUT], steps=1)

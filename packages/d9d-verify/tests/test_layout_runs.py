@@ -285,7 +285,11 @@ def test_a_model_gets_tiny_sizes_unless_data_task_or_meshes_need_its_own(monkeyp
 
     monkeypatch.setattr(layouts, "check_divisibility", check)
     job: Any = SimpleNamespace(
-        model=Model(), task=None, mesh=SimpleNamespace(sizes=lambda: {"tp": 1, "pp": 1, "dp_shard": 3})
+        model=Model(),
+        task=None,
+        mesh=SimpleNamespace(sizes=lambda: {"tp": 1, "pp": 1, "dp_shard": 3}),
+        parallel=[],
+        kernels={"attention": "sdpa"},
     )
     selection: Any = SimpleNamespace(model=SimpleNamespace(spec=spec), task="task")
     found: Any = layouts._tiny(job, selection, [Layout("a", {"tp": 4}, []), Layout("b", {"pp": 2}, [])], [1, 2])

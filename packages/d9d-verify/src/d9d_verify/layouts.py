@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config import ModelConfig, PluginConfig, Resizable
+from d9d_core.config import ModelConfig, PartConfig, PluginConfig, Resizable
 from d9d_core.data import DataContext, DataStream
 from d9d_core.errors import BuildError, D9dError, DataError, JobError
 from d9d_core.grid import AXES
@@ -23,6 +23,7 @@ from d9d_core.registry.capabilities import Chosen
 from d9d_core.registry.policy import FOUNDATION
 from d9d_core.registry.registry import REFERENCE
 from d9d_core.schedule import Schedule, count_stages
+from d9d_core.strategy import matched_modules
 from d9d_core.task import Task
 from d9d_core.traits import LayoutDependent, modules_with
 from d9d_core.types import State
@@ -287,6 +288,9 @@ def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Seq
     own = [name for name in mine if name not in facts and name != "vocab_size"]
     smaller = [name for name in own if name in tiny and tiny[name] < mine[name]]
     task: Task = instantiate(selection.task, job.task)
+    patterns = [pattern for config in job.parallel if isinstance(config, PartConfig) for pattern in config.match]
+    for rules in job.kernels.values():
+        patterns += [] if isinstance(rules, str) else [pattern for rule in rules for pattern in rule.match]
 
     def resized(names: Sequence[str]) -> PluginConfig:
         sizes = {name: tiny[name] for name in names}
@@ -302,12 +306,15 @@ def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Seq
                 task.check(config, facts)
                 with torch.device("meta"):
                     parts = [instantiate(selection.model, config, Stage(index, count)) for index in range(count)]
-                check_divisibility(joined_stages(parts), dict.fromkeys(job.mesh.sizes(), 1) | dict(layout.mesh))
+                model = joined_stages(parts)
+                found += sum(not matched_modules(model, [pattern]) for pattern in patterns)
+                check_divisibility(model, dict.fromkeys(job.mesh.sizes(), 1) | dict(layout.mesh))
             except (D9dError, ValueError) as error:
                 found += len(str(error).splitlines())
         return found
 
-    # Restore the user's sizes, one field at a time, until data and meshes accept the config.
+    # Restore the user's sizes, one field at a time, until data and meshes accept the config, and patterns of the names
+    # of modules match, which may name a layer that the tiny model does not have.
     while smaller and problems(smaller):
         smaller.remove(min(smaller, key=lambda field: problems([other for other in smaller if other != field])))
     return resized(smaller)
