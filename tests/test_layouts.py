@@ -12,6 +12,7 @@ from d9d_verify.compare import Verdict
 from d9d_verify.layouts import Layout
 
 SLOW = pytest.mark.slow
+IN_BOTH_DTYPES = pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=SLOW)])
 
 
 @pytest.mark.full
@@ -101,15 +102,18 @@ def test_the_records_of_a_layout_are_merged_to_its_largest_deviations(table: Mod
 
 
 @pytest.mark.full
+@IN_BOTH_DTYPES
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "glm", "gemma 2", "gemma 3", "qwen3_5"])
-def test_further_families_compute_what_one_process_does(table: ModuleType, tmp_path: Path, family: str) -> None:
+def test_further_families_compute_what_one_process_does(
+    table: ModuleType, tmp_path: Path, family: str, dtype: str
+) -> None:
     model, corpus = table.FAMILIES[family], tmp_path / "corpus"
     with_context = "cp 4, ulysses" if "score_softcap" in model else "cp 2, ring, tp 2"
     names = {"tp 4", "hsdp 2 x 2, tp 2", with_context}
     chosen = [layout for layout in table.of_family(family) if layout.name in names]
-    rows = table.run(corpus, chosen, ["float32"], [3], model=model)
+    rows = table.run(corpus, chosen, [dtype], [3], model=model)
     rows += table.run_pipelines(
-        corpus, [table.Piped("zb1p", 2, 3, tied=model.get("tie_embeddings", False), model=model)]
+        corpus, [table.Piped("zb1p", 2, 3, tied=model.get("tie_embeddings", False), model=model)], dtype
     )
     assert len(rows) == 4
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
@@ -137,28 +141,30 @@ _OF_GPT_OSS = (
 
 
 @pytest.mark.full
-def test_gpt_oss_computes_what_one_process_does(table: ModuleType, tmp_path: Path) -> None:
+@IN_BOTH_DTYPES
+def test_gpt_oss_computes_what_one_process_does(table: ModuleType, tmp_path: Path, dtype: str) -> None:
     model, corpus = table.GPT_OSS, tmp_path / "corpus"
-    rows = table.run(corpus, _OF_GPT_OSS, ["float32"], [3], model=model)
+    rows = table.run(corpus, _OF_GPT_OSS, [dtype], [3], model=model)
     piped = [table.Piped("1f1b", 2, 3, model=model), table.Piped("zb1p", 2, 3, table.EXPERT_LAYOUTS[5], model=model)]
-    rows += table.run_pipelines(corpus, piped)
+    rows += table.run_pipelines(corpus, piped, dtype)
     assert len(rows) == len(_OF_GPT_OSS) + len(piped)
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
 
 
 @pytest.mark.full
+@IN_BOTH_DTYPES
 def test_experts_between_layers_of_gated_deltanet_compute_what_one_process_does(
-    table: ModuleType, tmp_path: Path
+    table: ModuleType, tmp_path: Path, dtype: str
 ) -> None:
     model, corpus = table.HYBRID_EXPERTS, tmp_path / "corpus"
     names = {"fsdp 4, ep 2, checkpointed", "tp 2, ep 2", "fsdp 2, cp 2, ring, ep 4", "cp 2, all_gather, tp 2, ep 4"}
     chosen = [layout for layout in table.EXPERT_LAYOUTS if layout.name in names]
-    rows = table.run(corpus, chosen, ["float32"], [3], model=model)
+    rows = table.run(corpus, chosen, [dtype], [3], model=model)
     mixed = Layout(
         "fsdp 2, cp 2, tp 2", {"dp_shard": 2, "cp": 2, "tp": 2}, ["tensor_parallel", table.context("ring"), "fsdp"]
     )
     rows += table.run_pipelines(
-        corpus, [table.Piped("1f1b", 2, 3, mixed, model=model | {"num_layers": 4, "vocab_size": 264})]
+        corpus, [table.Piped("1f1b", 2, 3, mixed, model=model | {"num_layers": 4, "vocab_size": 264})], dtype
     )
     assert len(rows) == 5
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
