@@ -66,7 +66,15 @@ def test_every_kind_of_slip_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (8, "off by one") not in {(line, kind) for line, kind, _ in found}
 
 
-@pytest.mark.parametrize("line", ["generator.manual_seed(1)", "dtype = torch.promote_types(query.dtype, key.dtype)"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "generator.manual_seed(1)",
+        "dtype = torch.promote_types(query.dtype, key.dtype)",
+        "values = draw(seed=0)",
+        "with suppress(OSError, ValueError): run()",
+    ],
+)
 def test_changes_without_an_effect_are_left_out(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {slip.kind for slip in slips_of(tmp_path, monkeypatch, f"{line}\n")} <= {"dropped line"}
 

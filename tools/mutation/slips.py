@@ -48,8 +48,10 @@ GROUPS = {
 #: Calls in which the order of two arguments is irrelevant, or is checked by types alone.
 _UNORDERED = {
     "isinstance", "issubclass", "cast", "max", "min", "maximum", "minimum", "hasattr", "getattr", "setattr",
-    "promote_types", "gcd", "lcm", "equal",
+    "promote_types", "gcd", "lcm", "equal", "suppress", "field_validator", "mark_non_differentiable",
 }  # fmt: skip
+#: Keywords: zip(strict=...) is an assertion, so removing it changes nothing while it is true; another seed is as good.
+_WITHOUT_EFFECT = {"strict", "seed"}
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -221,8 +223,7 @@ class _Finder:
             if isinstance(node, ast.expr):
                 for kind, other in _expression_slips(node):
                     self._take(kind, node, other)
-            # zip(strict=...) is an assertion: removing it changes nothing while it is true.
-            todo += [part for part in ast.iter_child_nodes(node) if getattr(part, "arg", "") != "strict"]
+            todo += [part for part in ast.iter_child_nodes(node) if getattr(part, "arg", "") not in _WITHOUT_EFFECT]
 
     def _drop(self, statement: ast.stmt) -> None:
         call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call | ast.Await)
