@@ -96,6 +96,9 @@ def test_steps_with_one_shape_and_cache_are_captured_once_and_read_the_new_input
     assert recorder.captures == 2
     assert [step(1, other, rows=2) for _ in range(3)] == [10, 14, 18]
     assert recorder.captures == 3
+    for _ in range(4):  # prompts, however many of one length
+        step(1, other, width=2)
+    assert recorder.captures == 3
     assert all(flag for _, flag in seen)
 
 

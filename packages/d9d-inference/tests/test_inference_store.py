@@ -116,9 +116,10 @@ def test_missing_parts_are_told_by_their_samples(store: PartStore) -> None:
     store.begin(RECORD)
     store.write(0, 2, rows_of(0, 2), {})
     store.write(4, 2, rows_of(4, 2), {})
-    store.advance(6, 6, {"consumed": 6})
+    store.write(8, 2, rows_of(8, 2), {})
+    store.advance(10, 10, {"consumed": 10})
     with pytest.raises(CheckpointError, match="samples 2 to 4 are missing"):
-        store.finish(6, {})
+        store.finish(10, {})
 
 
 def test_parts_of_a_rank_that_lived_on_with_another_share_do_no_harm(store: PartStore) -> None:

@@ -77,6 +77,8 @@ def test_sharded_matrices_are_updated_as_a_whole_by_some_rank() -> None:
     assert found == Update(40.0, 80.0, 10.0 + 20.0, 50.0, 30.0)
     both, _ = updated(Weight("w", (10, 4), cut=1), shards=4, tensor=2, parameters=40)
     assert both == Update(40.0, 80.0, 10.0 + 20.0, 50.0 * 8, 40 * 2 * 3.0)
+    both, _ = updated(Weight("w", (10, 4), cut=1), shards=2, tensor=2, parameters=40)
+    assert (both.flops, both.exchanged) == (20 * 5.0 * 4, 40 * 2 * 3.0)
     alone, _ = updated(WEIGHT, parameters=40)
     assert alone.exchanged == 0.0
 

@@ -354,6 +354,10 @@ def test_meshes_divide_the_devices_and_the_batch() -> None:
     ):
         usable.strategies = plugins.__contains__
         assert {(one.mesh.pp, one.mesh.tp, one.mesh.cp) for one in search.layouts(load, 4, 2)} == sizes
+    # Shards on the devices of one machine of 8, of which tp uses two.
+    usable.strategies = ("tp",).__contains__
+    shards = {(one.mesh.tp, one.mesh.dp_shard) for one in search.layouts(load, 16, 8)}
+    assert shards == {(2, 1), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2)}
     usable.schedules = ["1f1b"]
     usable.strategies = ().__contains__
     assert {(one.mesh.pp, one.mesh.tp, one.mesh.cp) for one in search.layouts(load, 4, 2)} == {

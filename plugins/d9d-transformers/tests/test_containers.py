@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from d9d_core.errors import BuildError, CheckpointError
 from d9d_core.model import Stage
 from d9d_core.traits import LateInit, modules_with
+from d9d_transformers import containers
 from d9d_transformers.build import build
 from d9d_transformers.config import TransformersConfig, example
 from d9d_transformers.conversion import exporter, importer
@@ -93,6 +95,14 @@ def test_an_export_is_a_language_model_that_transformers_loads(tmp_path: Path) -
 def test_a_larger_model_that_computes_text_in_another_way_is_refused(kind: str, text: str) -> None:
     config = FORM.config_from_json(json.loads(whole_config(kind).to_json_string()))
     with torch.device("meta"), pytest.raises(BuildError, match=text):
+        build(config, Stage())
+
+
+def test_a_larger_model_with_another_decoder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(get_decoder=lambda: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(containers, "_whole", lambda *_: other)
+    config = FORM.config_from_json(json.loads(whole_config("gemma3").to_json_string()))
+    with torch.device("meta"), pytest.raises(BuildError, match=r"a gemma3 computes text by Linear, not by Gemma3Text"):
         build(config, Stage())
 
 
