@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_testing.suites.inference.writer import WriterSuite
 from d9d_testing.suites.strategy import StrategySuite
 from d9d_testing.suites.subscriber import SubscriberSuite
 from d9d_testing.suites.support.model_matrices import MatrixUse, residual_writers
@@ -203,3 +204,8 @@ def test_example_losses_and_observations_are_those_of_their_samples() -> None:
     torch.testing.assert_close(found["absolute"], (torch.tanh(batch["x"]) - batch["y"]).abs())
     assert torch.equal(found["weights"], counted * (tokens % 3 + 0.5))
     assert torch.equal(found["token_ranks"], torch.where(counted, tokens * targets % 13, -1))
+
+
+def test_a_suite_of_writers_needs_a_way_to_read_their_files(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=f"WriterSuite must override read.*columns of {tmp_path}"):
+        WriterSuite().read(tmp_path)

@@ -241,6 +241,16 @@ def test_ranges_of_a_file_have_each_line_once_and_know_their_places(tmp_path: Pa
     assert [place.rpartition(":")[2] for _, place in whole] == ["2", "4", "5", "6", "9"]
 
 
+def test_a_column_of_a_table_may_be_longer_than_python_allows_by_default(tmp_path: Path) -> None:
+    limit = csv.field_size_limit(2**17)
+    try:
+        (tmp_path / "a.csv").write_text("text\n" + "x" * 300_000 + "\n")
+        (record,) = read_records(tmp_path / "a.csv")
+    finally:
+        csv.field_size_limit(limit)
+    assert len(record.values["text"]) == 300_000
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.parquet"])
 def test_reading_takes_little_memory_however_large_the_file(name: str, tmp_path: Path) -> None:
