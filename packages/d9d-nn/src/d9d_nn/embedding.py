@@ -1,6 +1,6 @@
 """Token embedding, in one piece or with separate parameters for tokens added to the vocabulary.
 
-Shapes: B samples, S positions, H features, V words of the vocabulary.
+Shapes: B samples, S positions, H features, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SplitTokenEmbedding(nn.Module):
 
     Args:
         vocabulary: number of token ids, V.
-        added: number of last ids in a second part called ``added``, or numbers by the names of several parts, in order;
-            fewer than V in all.
+        added: number of last ids with a separate weight, which is called ``added``; or a map of names to numbers of
+            ids, for several separate weights in this order. Fewer than V in all.
         features: H.
         std: standard deviation of the initial weights.
 

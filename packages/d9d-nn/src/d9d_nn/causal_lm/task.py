@@ -45,7 +45,7 @@ class CausalLM(TextTask):
 
     def __init__(self, config: CausalLMConfig) -> None:
         self.config = config
-        self._depths = 0  # further tokens that the model predicts
+        self._depths = 0  # number of further tokens that each position predicts
 
     @property
     def likelihood(self) -> str:
@@ -70,7 +70,7 @@ class CausalLM(TextTask):
         return super().inputs(self._shifted(microbatch))
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions of the microbatch with their targets, also of further tokens.
+        """This rank's positions of the microbatch, with their targets and those of multi-token prediction.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.

@@ -65,7 +65,7 @@ class DecoderBlock(nn.Module):
         return [core.attention]
 
     def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
-        """Mix tokens of the same document: [B, S, H] to [B, S, H]; arguments as of :meth:`forward`."""
+        """Mix tokens of the same document: the norm's output to [B, S, H]; other arguments as in :meth:`forward`."""
         return self.attention(normed, rotation, documents)  # type: ignore[no-any-return]
 
     def forward(
@@ -79,8 +79,8 @@ class DecoderBlock(nn.Module):
 
         Args:
             hidden: [B, S, H], the residual stream.
-            rotation: see :class:`GroupedQueryAttention`.
-            documents: indices of documents int64 [B, S], also with blocks, or the attention masks made from them.
+            rotation: rotation of each position.
+            documents: indices of documents int64 [B, S] or ``DocumentBlocks``, or the attention masks made from them.
             padding: bool [B, S], padded positions, which experts skip; ``None`` if there is no padding.
         """
         normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
@@ -156,12 +156,7 @@ def grouped_query_attention(
     Args:
         config: config of the whole model.
         layer: index of the layer in the whole model.
-        head_norm_eps: see :class:`GroupedQueryAttention`.
-        softcap: see :class:`GroupedQueryAttention`.
-        norm: see :class:`GroupedQueryAttention`.
-        interleaved: see :class:`GroupedQueryAttention`.
-        sinks: see :class:`GroupedQueryAttention`.
-        output_gate: see :class:`GroupedQueryAttention`.
+        head_norm_eps, softcap, norm, interleaved, sinks, output_gate: passed on to :class:`GroupedQueryAttention`.
     """
     return GroupedQueryAttention(
         config.hidden_size,

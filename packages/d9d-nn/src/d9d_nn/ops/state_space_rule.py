@@ -31,7 +31,7 @@ def state_space_rule(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, doc
 
     Args:
         x: [B, S, N, D].
-        dt: float32 [B, S, N], steps; not negative.
+        dt: float32 [B, S, N], step sizes; not negative.
         A: float32 [N], finite rates; not positive.
         B: [B, S, G, D_s].
         C: [B, S, G, D_s].
