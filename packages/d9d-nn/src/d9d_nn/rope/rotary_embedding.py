@@ -109,7 +109,7 @@ class LayerRotations(nn.Module):
             positions: int64 [B or 1, S].
             lengths: int64 [B], positions of each right-padded sample; ``None`` if there is no padding.
             counted: value that determines ``positions``, such as their number if they count from 0. If the next call
-                has the same value, it returns the same tensors: no kernel launches, and fixed addresses for CUDA graphs.
+                has the same value, it returns the same tensors: no kernel launches, fixed addresses for CUDA graphs.
         """
         key = None if counted is None or lengths is not None else (counted, positions.shape, positions.device)
         if key is not None and self._counted is not None and self._counted[0] == key:
