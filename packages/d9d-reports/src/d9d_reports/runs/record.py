@@ -62,7 +62,7 @@ class RunRecord:
 
     @cached_property
     def status(self) -> Status:
-        """Status of the run. An unfinished run without process and error is ``stopped``, or ``started`` if not saved."""
+        """Status of the run. An unfinished run with no process or error is ``stopped``, or ``started`` if not saved."""
         if not self.job:
             return "damaged"
         checkpoints = _checkpoints(self.directory, self.job)
