@@ -94,7 +94,10 @@ class RoutedBlock(DecoderBlock):
     """Decoder block whose feed-forward layer routes tokens to experts, and is called with the padding too.
 
     Args:
-        config, attention, ffn, norm: see :class:`DecoderBlock`; ``ffn`` maps [B, S, H] and padding to [B, S, H].
+        config: config of the whole model.
+        attention: attention layer.
+        ffn: feed-forward layer; it maps [B, S, H] and the padding to [B, S, H].
+        norm: class of the norms.
     """
 
     routes: ClassVar[bool] = True
@@ -156,7 +159,12 @@ def grouped_query_attention(
     Args:
         config: config of the whole model.
         layer: index of the layer in the whole model.
-        head_norm_eps, softcap, norm, interleaved, sinks, output_gate: passed on to :class:`GroupedQueryAttention`.
+        head_norm_eps: epsilon of an RMSNorm of each query and key head before the rotation; ``None`` for no norm.
+        softcap: soft cap of the scores; ``None`` for no cap.
+        norm: class of the head norms.
+        interleaved: whether neighbouring features 2 i and 2 i + 1 are a pair that rotates.
+        sinks: whether each query head has a learned sink.
+        output_gate: whether the output of each head is multiplied by the sigmoid of a gate, feature by feature.
     """
     return GroupedQueryAttention(
         config.hidden_size,

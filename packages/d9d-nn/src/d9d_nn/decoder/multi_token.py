@@ -64,7 +64,9 @@ class MultiTokenLayer(nn.Module):
         Args:
             hidden: [B, S, H], normalised output of the previous depth; for the first depth, of the main model.
             embedded: [B, S, H], embeddings of the later tokens.
-            rotation, documents, padding: passed on to :meth:`DecoderBlock.forward`.
+            rotation: rotation of each position.
+            documents: indices of documents int64 [B, S], or the attention masks made from them.
+            padding: bool [B, S], padded positions, which experts skip; ``None`` if there is no padding.
         """
         embedded, hidden = self.embedding_norm(embedded), self.hidden_norm(hidden)  # [B, S, H] each
         parts = (embedded, hidden) if self.embedding_first else (hidden, embedded)
