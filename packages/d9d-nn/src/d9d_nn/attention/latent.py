@@ -58,8 +58,8 @@ class LatentCore(AttentionCore):
         value_dim: V.
         latent_dim: L.
         rotary_dim: R.
-        window: see :class:`~d9d_nn.attention.core.AttentionCore`.
-        mask: see the same class.
+        window: number of positions that a query attends to, including its own; ``None`` for all.
+        mask: kind of the mask: ``causal``, ``bidirectional`` or ``blocks``, see :mod:`d9d_core.attention`.
     """
 
     def __init__(

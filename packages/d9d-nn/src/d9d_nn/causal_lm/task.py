@@ -56,7 +56,7 @@ class CausalLM(TextTask):
         """Find the head, compare vocabulary and sequence length, and read how many further tokens the model predicts.
 
         Raises:
-            JobError: see :meth:`TextTask.check`.
+            JobError: the head is not found, or the data has token ids or positions that the model lacks.
         """
         super().check(model, facts)
         self._depths = further_depths(model)

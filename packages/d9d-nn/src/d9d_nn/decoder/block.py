@@ -109,7 +109,10 @@ class SandwichBlock(DecoderBlock):
     Ding et al. 2021, "CogView", section 2.4, call it sandwich norm; Gemma 2 and 3 use it.
 
     Args:
-        config, attention, ffn, norm: see :class:`DecoderBlock`.
+        config: config of the whole model.
+        attention: attention layer.
+        ffn: feed-forward layer.
+        norm: class of the norms.
     """
 
     def __init__(

@@ -136,7 +136,7 @@ class MultiTokenLayers(nn.ModuleDict):
             hidden: [B, S, H], normalised output of the main model.
             embedded: [D * B, S, H], embeddings of the later tokens, depth by depth.
             rotations: rotation of each depth.
-            documents: see :meth:`DecoderBlock.forward`.
+            documents: indices of documents int64 [B, S], or the attention masks made from them.
             tokens: int64 [B, S, D], ids of the later tokens; experts skip positions without one.
         """
         found = []

@@ -78,7 +78,7 @@ class ContextChain:
             value: [2 B, L, N, D_v].
             decay: float32 [2 B, L, N].
             beta: [2 B, L, N].
-            documents: see :meth:`convolve`.
+            documents: int64 [B, S], numbered as for :meth:`convolve`; ``None`` if a sample is one document.
 
         Returns:
             [2 B, L, N, D_v] in the dtype of ``value``.

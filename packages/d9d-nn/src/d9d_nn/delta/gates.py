@@ -60,7 +60,9 @@ class MambaDecay(MambaRates):
     """Decay ``-exp(A_log) * softplus(x + dt_bias)`` (Dao and Gu 2024, "Transformers are SSMs", section 7), in float32.
 
     Args:
-        heads, rates, times: see :class:`MambaRates`.
+        heads: N.
+        rates: smallest and largest initial value of ``exp(A_log)``.
+        times: smallest and largest initial value of ``softplus(dt_bias)``; ``None`` for biases of one.
     """
 
     def forward(self, x: Tensor) -> Tensor:

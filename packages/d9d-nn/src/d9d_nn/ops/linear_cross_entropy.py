@@ -85,7 +85,7 @@ def linear_cross_entropy_with_ranks(
         targets: int64 [...]; :data:`IGNORE` where nothing is predicted.
         rows: C; ``None`` chooses by device and V.
         keep: whether to keep the logits; ``None`` decides by their number.
-        softcap: see :func:`linear_cross_entropy`.
+        softcap: each logit x becomes ``softcap * tanh(x / softcap)``; ``None`` for no cap.
 
     Returns:
         The loss, and the ranks int64 [...]: the number of logits larger than the target's. So 0 is a correct
@@ -114,11 +114,11 @@ class CountsRanks(Protocol):
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss, see :func:`linear_cross_entropy`."""
+        """Compute the loss of each target, as :func:`linear_cross_entropy` does."""
         ...
 
     def with_ranks(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute loss and token ranks, see :func:`linear_cross_entropy_with_ranks`."""
+        """Compute the loss and the rank of each target, as :func:`linear_cross_entropy_with_ranks` does."""
         ...
 
 

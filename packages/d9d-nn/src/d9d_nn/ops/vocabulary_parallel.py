@@ -45,12 +45,12 @@ class VocabularyParallelCrossEntropy:
     Args:
         first: first token id of this rank's shard.
         group: process group over which the vocabulary is sharded.
-        softcap: see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+        softcap: each logit x becomes ``softcap * tanh(x / softcap)``; ``None`` for no cap.
 
     Attributes:
         first: first token id of this rank's shard.
         group: process group over which the vocabulary is sharded.
-        softcap: see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+        softcap: each logit x becomes ``softcap * tanh(x / softcap)``; ``None`` for no cap.
     """
 
     def __init__(self, first: int, group: dist.ProcessGroup, softcap: float | None = None) -> None:
@@ -111,7 +111,7 @@ class VocabularyParallelSlot(OpSlot):
 
     Args:
         share: this rank's shard of the vocabulary.
-        softcap: see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+        softcap: each logit x becomes ``softcap * tanh(x / softcap)``; ``None`` for no cap.
     """
 
     def __init__(self, share: VocabularyShare, softcap: float | None = None) -> None:

@@ -89,7 +89,7 @@ class LayerRotations(nn.Module):
         ropes: settings of the rotary positions of each layer.
 
     Raises:
-        BuildError: see :class:`RotaryEmbedding`.
+        BuildError: NTK scaling, static or dynamic, of heads with a single pair.
     """
 
     def __init__(self, head_dim: int, ropes: Sequence[Rope]) -> None:
