@@ -51,7 +51,7 @@ class Device(Section):
     overhead: Annotated[float, Field(ge=0, le=1)] = 0.0125
     """Idle time of the device between kernels, as a fraction of the computation time."""
     launch: Seconds = 1.9e-3
-    """Seconds in which the host launches the kernels of a block's forward (a third of them) and backward."""
+    """Seconds in which the host launches the kernels of a block: a third for the forward, the rest for the backward."""
 
     @property
     def memory(self) -> float:

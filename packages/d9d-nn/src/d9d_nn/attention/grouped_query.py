@@ -206,7 +206,7 @@ class GroupedQueryAttention(nn.Module):
         return query, key
 
     def _rotates_by_halves(self) -> bool:
-        """Whether the op ``rope`` rotates whole heads as they are."""
+        """Whether all features of a head rotate, in pairs i and i + D/2, as the op ``rope`` needs them."""
         return self.rotary_dim == self.head_dim and not self.interleaved
 
     def _rotary_features(self, heads: Tensor) -> Tensor:

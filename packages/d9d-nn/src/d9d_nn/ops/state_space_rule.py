@@ -92,7 +92,7 @@ def chunked_with_state(
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept floating-point dtypes; the reference makes a step for each position."""
+    """Accept floating-point dtypes; preferred to the reference, which loops over the positions."""
     if signature.dtype not in FLOATS:
         return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(FLOATS)}")
     return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions", priority=10)

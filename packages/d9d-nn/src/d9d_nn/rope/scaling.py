@@ -190,7 +190,7 @@ def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None
-    # Files write null for defaults.
+    # A null in a config.json means the default.
     values = {key: value for key, value in parameters.items() if key not in _BESIDE and value is not None}
     original = values.pop(_ORIGINAL, max_positions)
     if kind not in ("linear", "ntk"):
