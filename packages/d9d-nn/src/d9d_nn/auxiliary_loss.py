@@ -16,7 +16,7 @@ def add_auxiliary_loss(carrier: Tensor, total: Tensor, factor: Tensor) -> Tensor
 
     Args:
         carrier: output of the module; any shape and dtype.
-        total: 0-d with a graph, sum of the term over the microbatch.
+        total: sum of the loss term over the microbatch, 0-d, attached to the autograd graph.
         factor: 0-d, the gradient of ``total``; must not change before the backward.
 
     Returns:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from d9d_core.cost import AttentionShape, OpCost, Weight
 
-#: Divisor of the device's memory: the size of the logits that are kept for the backward; see
+#: Logits of at most this fraction (1 / 20) of the device's memory are kept for the backward; see
 #: :data:`d9d_nn.ops.linear_cross_entropy.KEPT_ELEMENTS`.
 _KEPT_PART = 20
-#: Bytes of the logits of one chunk.
+#: Largest size of the logits of one chunk, in bytes.
 _CHUNK_BYTES = 1 << 30
 _FLOAT32 = 4
 
@@ -87,7 +87,7 @@ def attention(
 
 
 def silu_mul(rows: float, features: float, width: int, *, compiled: bool) -> OpCost:
-    """Cost of the gate of SwiGLU; if compiled, its output is recomputed in the backward instead of kept."""
+    """Cost of ``silu(gate) * up`` in SwiGLU; if compiled, the product is recomputed in the backward instead of kept."""
     size = width * rows * features
     # Without a compiler, silu(gate) and the following product are kept too, and written and read once more.
     extra = 0 if compiled else 2
@@ -112,11 +112,11 @@ def embedding(rows: float, words: float, features: int, width: int, *, weights: 
 def linear_cross_entropy(
     rows: float, features: int, words: float, width: int, memory: float, *, weights: tuple[Weight, ...] = ()
 ) -> tuple[tuple[OpCost, OpCost], float]:
-    """Cost of linear cross-entropy: projection and loss in chunks, and workspace bytes of the backward.
+    """Costs of the two ops of linear cross-entropy (projection and loss), and workspace bytes of the backward.
 
-    Logits that fit into a part of the device's memory are kept and overwritten by their gradient; logits of other
-    tokens are recomputed in the backward. With a frozen projection the forward computes the gradient of the hidden
-    states, chunk by chunk.
+    Logits that fit into 1 / 20 of the device's memory are kept and overwritten by their gradient; logits of other
+    tokens are recomputed in the backward, in chunks. With a frozen projection the forward computes the gradient of the
+    hidden states, chunk by chunk.
 
     Args:
         rows: number of predicted tokens.

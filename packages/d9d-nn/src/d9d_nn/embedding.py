@@ -1,6 +1,6 @@
 """Token embedding, in one piece or with separate parameters for tokens added to the vocabulary.
 
-Shapes: B samples, S positions, H features, V words of the vocabulary.
+Shapes: B samples, S positions, H features, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SplitTokenEmbedding(nn.Module):
 
     Args:
         vocabulary: number of token ids, V.
-        added: number of last ids in a second part called ``added``, or numbers by the names of several parts, in order;
-            fewer than V in all.
+        added: number of last ids with a separate weight, which is called ``added``; or a map of names to numbers of
+            ids, for several separate weights in this order. Fewer than V in all.
         features: H.
         std: standard deviation of the initial weights.
 
@@ -81,7 +81,7 @@ class SplitTokenEmbedding(nn.Module):
         features: Tensor = self.get_submodule(names[0])(tokens.clamp(max=sizes[0] - 1))
         first = sizes[0]
         for name, size in zip(names[1:], sizes[1:], strict=True):
-            # The last part gets ids beyond the vocabulary, which are errors there.
+            # The last weight is also indexed with ids beyond the vocabulary, so that these raise an error.
             ids = (tokens - first).clamp(min=0, max=None if name == names[-1] else size - 1)
             features = torch.where((tokens >= first).unsqueeze(-1), self.get_submodule(name)(ids), features)
             first += size

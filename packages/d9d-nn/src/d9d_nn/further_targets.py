@@ -7,9 +7,9 @@ from torch import Tensor
 
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
-#: Inputs of a model, int64 [B, S, D]: ids of the next tokens, and targets.
+#: Names of the model inputs of multi-token prediction, int64 [B, S, D]: ids of later tokens, and their targets.
 MTP_TOKENS, MTP_TARGETS = "mtp_tokens", "mtp_targets"
-#: Value of :data:`MTP_TOKENS` where the document has no such token.
+#: Value of the input :data:`MTP_TOKENS` at positions where the later token is not in the same document.
 NO_TOKEN = -1
 
 

@@ -19,7 +19,7 @@ class GroupedLinear(nn.Module):
     """Grouped linear layer ``x @ weight[g]`` for the rows x of each group g; weight [G, I, O], no bias.
 
     Groups are experts, or any division of rows, such as languages or modalities. The layer has the traits ``HasOps``,
-    ``HasBanks`` (LoRA) and ``DefersWeights``. As the bank of a layer with experts, it is sharded over ``ep`` by group.
+    ``HasBanks`` (LoRA) and ``DefersWeights``. If the groups are experts of a model, it is sharded over ``ep`` by group.
 
     Args:
         groups: G.
@@ -48,7 +48,7 @@ class GroupedLinear(nn.Module):
         return {"product": self.product}
 
     def banks(self) -> Mapping[str, nn.Parameter]:
-        """Matrices of all groups."""
+        """Parameters with the group as dimension 0: the stacked matrices of all groups."""
         return {"weight": self.weight}
 
     def bank_terms(self) -> nn.ModuleDict:

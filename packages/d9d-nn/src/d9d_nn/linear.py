@@ -54,7 +54,7 @@ class Linear(nn.Linear):
         return self._deferral
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:
-        """Call ``compute`` for the product first, and multiply only if it returns ``None``.
+        """Ask ``compute`` for the product in each call, and multiply only if it returns ``None``.
 
         Returns:
             True; a subclass that multiplies in another precision returns ``False`` and ignores ``compute``.
@@ -69,7 +69,7 @@ class Linear(nn.Linear):
     def multiply(self, rows: Tensor, deferral: Deferral | None) -> Tensor:
         """Product of :meth:`forward`, separate so that a subclass can compute it in another precision.
 
-        Terms that a fine-tuning method adds to the output are not computed here and do not change.
+        Updates that a fine-tuning method such as LoRA adds to the output are not computed here.
 
         Args:
             rows: [..., in_features].

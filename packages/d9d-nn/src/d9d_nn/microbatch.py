@@ -13,11 +13,11 @@ from torch import Tensor
 
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
-#: Fields of whole samples, even if they have as many columns as there are positions.
+#: Names of fields that every rank of ``cp`` gets whole, even if they have S columns.
 _WHOLE = ("documents", "ends", "pooling_mask", "attention_blocks")
 #: Number of a rank's own positions of each sample without padding, int64 [B].
 _OWN_LENGTHS = "own_lengths"
-#: Numbers of the samples that a rank counts, int64 [B], or [0] if none: the shape shows it without a sync.
+#: Indices of the samples that this rank counts: all, int64 [B], or none, int64 [0]. The shape is known without a sync.
 _COUNTED = "counted_samples"
 
 
@@ -94,7 +94,7 @@ def masks_of(*models: Any) -> tuple[str, ...]:
 
 
 def with_blocks(microbatch: Microbatch, *masks: str) -> Microbatch:
-    """Give ``attention_blocks`` to models with some values of the field ``attention_mask``, if they need them.
+    """Add ``attention_blocks`` for models with prefixes, and check that the dataset gives the blocks that models read.
 
     Args:
         microbatch: microbatch of the dataset.
@@ -127,8 +127,7 @@ def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
     """Split a microbatch by positions and return this rank's part, see :class:`d9d_core.task.SplitsPositions`.
 
     Fields [B, S, ...] are split; ``documents``, ``attention_blocks``, ``ends``, ``pooling_mask`` and fields of samples
-    stay whole. The
-    result always has ``positions``.
+    stay whole. The result always has ``positions``.
 
     Args:
         microbatch: with ``tokens`` [B, S].

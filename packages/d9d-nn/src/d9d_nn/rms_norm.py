@@ -20,7 +20,8 @@ class RMSNorm(nn.Module):
         features: size of the last dim.
         eps: added to the mean square.
         residual: whether callers use :meth:`branch`, so that one kernel may add and normalise.
-        for_products: see :func:`~d9d_nn.ops.add_rms_norm.add_rms_norm_slot`.
+        for_products: whether only matrix products read the result of :meth:`branch`; see
+            :func:`~d9d_nn.ops.add_rms_norm.add_rms_norm_slot`.
     """
 
     def __init__(self, features: int, *, eps: float, residual: bool = False, for_products: bool = False) -> None:

@@ -41,7 +41,7 @@ class SwiGLU(nn.Module):
         return {"silu_mul": self.silu_mul, **whole}
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
-        """Weights that :attr:`swiglu` may read as one tensor: of the gate and up projections."""
+        """Names of the gate and up weights if :attr:`swiglu` may read them as one tensor."""
         return [("gate_proj.weight", "up_proj.weight")] if all(map(is_plain, self._projections())) else []
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:

@@ -108,7 +108,10 @@ def check_memory(prediction: Prediction) -> None:
 
 
 def ways_out(prediction: Prediction) -> list[Prediction]:
-    """Layouts that fit, by device time: variants of the job's layout, else layouts on as many or more devices."""
+    """At most three layouts that fit, in order of device seconds per step (time x devices).
+
+    Variants of the job's layout come first; if they are fewer than three, layouts on as many or more devices follow.
+    """
     found = [near for near in _nearby(prediction) if _is_usable(near)]
     devices = prediction.layout.mesh.world_size
     for factor in (1, *_MORE_DEVICES):

@@ -31,7 +31,7 @@ class Device(Section):
     grouped_product: Rate
     """FLOP/s of the grouped matrix products of experts."""
     attention: Rate
-    """FLOP/s of fused attention. Its backward is counted as 5 matrix products, its forward as 2."""
+    """FLOP/s of fused attention, whose forward is counted as 2 matrix products and whose backward as 5."""
     copy_bytes: Rate
     """Bytes per second that a copy, or an optimizer update, reads and writes."""
     elementwise_bytes: Rate
@@ -51,7 +51,7 @@ class Device(Section):
     overhead: Annotated[float, Field(ge=0, le=1)] = 0.0125
     """Idle time of the device between kernels, as a fraction of the computation time."""
     launch: Seconds = 1.9e-3
-    """Seconds in which the host launches forward and backward of a block; the forward is a third."""
+    """Seconds in which the host launches the kernels of a block: a third for the forward, the rest for the backward."""
 
     @property
     def memory(self) -> float:

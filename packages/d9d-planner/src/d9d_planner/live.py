@@ -13,7 +13,7 @@ class Moment(NamedTuple):
     Attributes:
         held: (stage, number of microbatches with held activations) pairs, including the current microbatch.
         stage: stage of the backward.
-        graded: stages that already have gradients.
+        graded: stages of this rank whose gradients are already allocated, from earlier microbatches.
     """
 
     held: tuple[tuple[int, int], ...]
@@ -22,7 +22,7 @@ class Moment(NamedTuple):
 
 
 def moments(program: Program) -> list[Moment]:
-    """States of a rank at the begin of its backwards; states that hold no more than another state are left out.
+    """States of a rank at the start of its backwards; states that need no more memory than another one are left out.
 
     Activations are held until the end of their backward, or of the weight gradients of a split backward.
     """

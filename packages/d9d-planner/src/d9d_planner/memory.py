@@ -11,12 +11,13 @@ from d9d_planner.layout import Layout
 from d9d_planner.live import Moment
 from d9d_planner.workload import Workload
 
-#: Bytes outside of torch's allocator: driver context and library kernels; and buffers per communicator.
+#: Bytes outside of torch's allocator: of the driver context and library kernels, and of the buffers of each
+#: communicator (one for each mesh axis with several ranks).
 _CONTEXT = 0.7 * 2**30
 _COMMUNICATOR = 0.25 * 2**30
 #: Memory in gaps between allocations, as a fraction of the allocated memory.
 _FRAGMENTATION = 0.04
-#: Number of blocks with unsharded parameters at a time: the current one, and the next, which is being gathered.
+#: Number of blocks whose parameters are unsharded at a time: the current block, and the next, which is being gathered.
 _GATHERED_BLOCKS = 2
 
 
@@ -270,7 +271,7 @@ def _trained(block: BlockCost) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Memory at one point of a backward, in bytes: gradients so far, freed activations, and temporary tensors."""
+    """Memory at one point of a backward, in bytes: gradients so far, activations freed so far, temporary tensors."""
 
     gradients: float
     released_activations: float

@@ -116,7 +116,7 @@ class Options:
         return [config for config in found if config is not None]
 
     def _config(self, kind: str, name: str) -> PluginConfig | None:
-        """Config by kind and name, always the same object; ``None`` if the config has required fields."""
+        """Default config of a component, always the same object; ``None`` if its config has required fields."""
         if kind == "strategy" and name in self._own:
             return self._own[name]
         if (kind, name) not in self._configs:

@@ -10,7 +10,7 @@ from d9d_planner.prediction import Prediction
 from d9d_planner.search import Found
 
 _GIB = 2**30
-#: Parts that depend on the others, or hardly on the layout.
+#: Parts of the memory that follow from other parts, or hardly depend on the layout.
 _NOT_CHOSEN = ("temporary", "driver and gaps")
 
 
@@ -27,7 +27,7 @@ def memory_line(prediction: Prediction) -> str:
 
 
 def largest(prediction: Prediction) -> str:
-    """Text with the three largest parts of the memory that depend on the layout, and other parts above a half."""
+    """Text with the three largest parts of the memory that depend on the layout, and others above half of it all."""
     parts = {name: size for name, size in _parts(prediction).items() if size >= 0.05 * _GIB}
     chosen = sorted((name for name in parts if name not in _NOT_CHOSEN), key=lambda name: -parts[name])[:3]
     others = [name for name in parts if name in _NOT_CHOSEN and parts[name] > prediction.memory.needed / 2]

@@ -17,9 +17,9 @@ from d9d_planner.options import Options, divisors
 from d9d_planner.prediction import Prediction
 from d9d_planner.workload import Workload
 
-#: Largest tried numbers of stages, context-parallel ranks and samples per microbatch.
+#: Largest numbers that are tried: pipeline ranks, context-parallel ranks, and samples per microbatch.
 _MOST_STAGES, _MOST_CONTEXT, _MOST_MICROBATCH = 32, 64, 16
-#: Number of fastest layouts that the search guarantees, and largest number of simulated layouts.
+#: The search ends when no further layout can be among this number of fastest ones, or after this number of layouts fit.
 _CERTAIN, _EXAMINED = 20, 400
 #: Largest microbatch of memory-saving layouts.
 _SMALL = 2
@@ -31,7 +31,7 @@ class Found:
 
     Attributes:
         ranked: layouts that fit, the fastest first.
-        legal: number of layouts that the model and its schedules support.
+        legal: number of layouts that the model supports, not counting schedules.
         smallest: layout that needs the least memory, even if it does not fit; ``None`` if no layout is valid.
     """
 

@@ -89,7 +89,7 @@ class TimeModel:
         self._common = (id(device), self._width, effect.compiled, again, effect.overlaps, groups)
 
     def least(self) -> float:
-        """Approximate lower bound of a step's time under any schedule: with a quarter of 1F1B's bubble."""
+        """Approximate lower bound of a step's seconds under any schedule: counts a quarter of the bubble of 1F1B."""
         slowest = max(tally.forward + tally.backward for tally in self._tallies())
         return slowest * (self._layout.microbatches + (self._layout.mesh.pp - 1) / 4)
 
@@ -325,7 +325,7 @@ class TimeModel:
         return max(taken)
 
     def _meeting(self) -> float:
-        """Seconds of the meetings of replicas that take their own steps, per step."""
+        """Seconds per step of the periodic averaging of replicas that take local steps (as in DiLoCo)."""
         if not self._effect.meets_every:
             return 0.0
         sizes = (_FLOAT32 * self._numbers(stage.blocks) for stage in self._stages)

@@ -118,7 +118,7 @@ class Workload:
 
     @cached_property
     def texts(self) -> int:
-        """Number of texts per sample, each a row of a microbatch; two for a preference's answers."""
+        """Number of texts per sample, each a row of a microbatch; two for a pair of preferred and rejected answers."""
         lengths = sample_lengths(self.job.data)
         return 1 if lengths is None else lengths.texts
 

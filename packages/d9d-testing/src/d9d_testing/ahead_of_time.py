@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Compute capability -> most bytes of shared memory per thread block.
+#: Compute capability -> largest number of bytes of shared memory per thread block.
 _SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 _SECONDS = 600
 

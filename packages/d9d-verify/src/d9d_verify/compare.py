@@ -21,10 +21,10 @@ class Verdict:
         layout: name of the layout.
         loss: largest relative deviation of the loss in any step.
         grad_norm: largest relative deviation of the gradient norm in any step.
-        angle: largest ``1 - cos`` between gradients in any step, and the parameter's name.
+        angle: largest ``1 - cos`` between a gradient and the reference's in any step, and the parameter's name.
         norm: largest relative deviation of a gradient's norm in any step, and the parameter's name.
         update: largest relative deviation of an update in any step, beyond its rounding, and the parameter's name.
-        diverged: first step (0-based) with a deviation above its limit, and a text; ``None`` if there is none.
+        diverged: first step (0-based) with a deviation above its limit, and a text about it; ``None`` if there is none.
     """
 
     layout: str

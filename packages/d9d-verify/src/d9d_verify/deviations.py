@@ -27,13 +27,14 @@ Kind = Literal[
 #: Allowed deviation, in multiples of the largest deviation of a correct run in any step.
 MARGIN = 3.0
 
-#: Mean ``1 - cos`` between correct runs from which on a gradient is only rounding; random directions have 1.
+#: A gradient whose mean ``1 - cos`` between correct runs is above this is only rounding; random directions have 1.
 NOISY = 0.3
-#: Allowed length of such a gradient, in multiples of its largest length in correct runs.
+#: Allowed length of a gradient that is only rounding, in multiples of its largest length in correct runs.
 LOUDEST = 10.0
 
-#: dtype -> smallest allowed deviations. In float32, correct runs deviate by at most 3e-7, in bfloat16 by 5e-5 (loss),
-#: 6e-4 (norm), 5e-3 (length). Updates are made from equal gradients, so they differ by their own rounding only.
+#: dtype -> smallest limit of each kind of deviation. In float32, correct runs deviate by at most 3e-7; in bfloat16, by
+#: 5e-5 (loss), 6e-4 (gradient norm) and 5e-3 (length of a gradient). Updates start from equal gradients in all runs, so
+#: they differ by their own rounding only.
 FLOORS: Mapping[torch.dtype, Mapping[Kind, float]] = MappingProxyType(
     {
         torch.float32: MappingProxyType(

@@ -33,7 +33,8 @@ from d9d_verify.measurement import Measurement, Record, fill
 
 #: Relative change of the median parameter in a measured step.
 VISIBLE = 0.05
-#: Factor of the learning rate in one more step of bfloat16 weights: a weight of one, as in norms, moves by 2^-8 or not.
+#: Factor of the learning rate in one more step, for bfloat16 weights: a weight of 1, as in norms, cannot change by less
+#: than 2^-8, so smaller updates do not show.
 LOUD = 40.0
 
 
@@ -254,7 +255,7 @@ class MeanGradients(Clipper):
 
 
 def join_replicas(trainer: Trainer) -> None:
-    """Make replicas that take their own steps comparable with one process: mean gradients, and no meetings.
+    """Make local-step replicas (as in DiLoCo) comparable with one process: mean gradients, no periodic averaging.
 
     Each replica then makes the same steps. No effect without such replicas.
     """

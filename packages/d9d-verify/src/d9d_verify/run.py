@@ -32,7 +32,7 @@ from d9d_verify.layouts import (
 )
 from d9d_verify.measurement import Measurement, read_all
 
-#: Number of further variants of a job with experts in a narrow dtype.
+#: Number of additional variants of the reference that are measured for a model with experts in bfloat16.
 _MORE = 2
 
 #: Function that starts processes of :mod:`d9d_verify.worker` in a directory; returns the cause of a failure, or
@@ -109,7 +109,7 @@ def verify(
 
 
 def _altered(job: Job, layout: Layout) -> Iterator[str]:
-    """Lines about strategies that alter the training, and the values that are compared nevertheless."""
+    """Lines for the user about strategies that alter the training, with the values that are compared for them."""
     for entry in layout.parallel:
         name = entry["name"] if isinstance(entry, Mapping) else entry
         spec = job.registry.find("strategy", name).spec

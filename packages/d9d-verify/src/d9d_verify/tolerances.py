@@ -31,7 +31,8 @@ class Tolerance:
     norm: float
 
 
-#: dtype of the computation -> tolerance. Values allow some tens of rounding errors, gradients a chain of them.
+#: dtype of the computation -> tolerance. Values may differ by some tens of rounding errors, gradients by more, because
+#: errors add up over a chain of operations.
 TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
     {
         torch.float64: Tolerance(rtol=1e-9, atol=1e-11, angle=1e-12, norm=1e-9),

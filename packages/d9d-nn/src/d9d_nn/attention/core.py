@@ -21,7 +21,7 @@ from d9d_nn.ops.attention.slot import AttentionSlot
 
 
 class AttentionCore(nn.Module):
-    """Core of attention within documents; context parallelism replaces this module's forward.
+    """Attention among the tokens of a document, without parameters; context parallelism replaces its forward.
 
     Args:
         query_heads: N.
@@ -30,7 +30,7 @@ class AttentionCore(nn.Module):
         value_dim: V, at most D; ``None`` for D.
         window: number of positions that a query attends to, including its own; ``None`` for all.
         softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for no cap.
-        sinks: whether each call passes sinks, see the same function.
+        sinks: whether each call passes sinks, a learned logit per query head; see the same function.
         mask: kind of the mask: ``causal``, ``bidirectional`` or ``blocks``, see
             :mod:`d9d_core.attention`.
 
@@ -91,13 +91,13 @@ class AttentionCore(nn.Module):
     def fit(self, value: Tensor) -> Tensor:
         """Pad values with zeros to the size of keys, unless the bound backend computes values of another size.
 
-        Strategies exchange keys and values of one size: with a replaced forward or function, values are padded.
+        Parallel strategies, which replace the forward or the function, exchange keys and values of one size.
 
         Args:
             value: [B, S, K, V].
 
         Returns:
-            [B, S, K, V] or [B, S, K, D]. The output of the attention has as many features; the first V are the result.
+            [B, S, K, V], or padded [B, S, K, D]. Attention then returns D features, of which only the first V count.
         """
         missing = self.head_features() - value.shape[-1]
         as_given = self._function is None and "forward" not in vars(self) and self.attention.takes_any_values
@@ -107,7 +107,7 @@ class AttentionCore(nn.Module):
         """Prepare for calls with only this rank's queries, but the keys and values of all positions.
 
         Raises:
-            BuildError: the bound backend cannot compute queries at some positions.
+            BuildError: the bound backend cannot compute the queries of some positions alone.
         """
         self.attention.see_queries(share)
 
@@ -139,15 +139,15 @@ class AttentionCore(nn.Module):
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`.
 
         Args:
-            query: [B, S, N, D], or for a rank's own queries [B, S / cp, N, D].
+            query: [B, S, N, D]; after :meth:`see_queries` this rank's queries, [B, S / cp, N, D].
             key: [B, S, K, D].
             value: [B, S, K, D], or the result of :meth:`fit`.
-            documents: int64 [B, S], also with blocks, or the masks shared by all layers; ``None`` if a sample is one
-                document.
+            documents: int64 [B, S] or ``DocumentBlocks``, or the masks shared by all layers; ``None`` if a sample is
+                one document.
             sinks: [N], if the core has sinks.
 
         Returns:
-            [B, S, N, D], or [B, S / cp, N, D] for own queries; with the number of features of the values.
+            [B, S, N, F], or [B, S / cp, N, F] after :meth:`see_queries`, where F is the last dimension of ``value``.
         """
         more = () if sinks is None else (sinks,)
         if self._function is not None:

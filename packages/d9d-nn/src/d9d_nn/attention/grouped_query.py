@@ -111,10 +111,10 @@ class GroupedQueryAttention(nn.Module):
         self.attention_inputs = attention_inputs_slot(hidden=hidden_size, **heads)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the rotation and, with head norms of heads that rotate by halves, of norm and rotation in one op.
+        """Op slots of this layer: ``rope``; with head norms and whole heads rotated by halves also fused ops.
 
-        With such a slot, there is also a slot of all ops before the attention, unless a projection was replaced or
-        adapted, or there is an output gate. The slot of the attention belongs to the core.
+        ``normed_rope`` is head norms and rotation; ``attention_inputs`` is projections, norms and rotation, and is left
+        out if a projection was replaced or adapted, or with an output gate. The slot of attention belongs to the core.
         """
         if self.q_norm is None or not self._rotates_by_halves():
             return {"rope": self.rope}
@@ -123,7 +123,7 @@ class GroupedQueryAttention(nn.Module):
         return {"rope": self.rope, "normed_rope": self.normed_rope, **whole}
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
-        """Weights that :attr:`attention_inputs` may read as one tensor: of queries, keys and values."""
+        """Names of the query, key and value weights if :attr:`attention_inputs` may read them as one tensor."""
         plain = "attention_inputs" in self.op_slots()
         return [("q_proj.weight", "k_proj.weight", "v_proj.weight")] if plain else []
 
@@ -159,8 +159,8 @@ class GroupedQueryAttention(nn.Module):
         Args:
             hidden: [B, S, H].
             rotation: rotation of each position.
-            documents: int64 [B, S], also with blocks, or the masks shared by all layers; ``None`` if a sample is one
-                document.
+            documents: int64 [B, S] or ``DocumentBlocks``, or the masks shared by all layers; ``None`` if a sample is
+                one document.
 
         Returns:
             [B, S, H].
@@ -206,7 +206,7 @@ class GroupedQueryAttention(nn.Module):
         return query, key
 
     def _rotates_by_halves(self) -> bool:
-        """Whether the op ``rope`` rotates whole heads as they are."""
+        """Whether all features of a head rotate, in pairs i and i + D/2, as the op ``rope`` needs them."""
         return self.rotary_dim == self.head_dim and not self.interleaved
 
     def _rotary_features(self, heads: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def _check_core(
     sinks: bool,
     options: tuple[int | None, float | None, MaskKind],
 ) -> None:
-    """Check that a given core fits the layer, and that no option is given that the core alone states.
+    """Check that a given core fits the layer, and that window, softcap and mask are not given together with it.
 
     Raises:
         BuildError: the core does not fit, or an option would be ignored.

@@ -58,8 +58,8 @@ class LatentCore(AttentionCore):
         value_dim: V.
         latent_dim: L.
         rotary_dim: R.
-        window: see :class:`~d9d_nn.attention.core.AttentionCore`.
-        mask: see the same class.
+        window: number of positions that a query attends to, including its own; ``None`` for all.
+        mask: kind of the mask: ``causal``, ``bidirectional`` or ``blocks``, see :mod:`d9d_core.attention`.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class LatentCore(AttentionCore):
         self._share: ContextShare | None = None
 
     def latent_features(self) -> int:
-        """Number of elements of a position that :meth:`gathered` gathers: L + R."""
+        """Number of elements that :meth:`gathered` gathers for each position: L + R."""
         return sum(self._latent)
 
     def gather_by(self, share: ContextShare) -> None:
-        """Gather latents with a share from now on."""
+        """Let :meth:`gathered` gather over the ``cp`` ranks of this share from now on."""
         self._share = share
 
     def gathered(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents and shared keys of all positions from a rank's own, if :meth:`gather_by` gave a share.
+        """Gather the latents and shared keys of all positions; without :meth:`gather_by`, return the arguments.
 
-        Collective over ``cp`` with a share, in the backward too, which sums the gradients of all ranks.
+        After :meth:`gather_by`, collective over ``cp``, also in the backward, which sums the gradients of all ranks.
 
         Args:
             latent: [B, S / cp, L].
@@ -214,7 +214,7 @@ class MultiHeadLatentAttention(nn.Module):
         return {self._query_child(): self._heads, "kv_up": self._heads}
 
     def computed_inputs(self) -> Collection[str]:
-        """Projections that read latents instead of the hidden states."""
+        """Names of the projections that read latents instead of the hidden states."""
         return {"kv_up", "q_proj.up"} & self.tensor_parallel_heads().keys()
 
     def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
@@ -223,8 +223,8 @@ class MultiHeadLatentAttention(nn.Module):
         Args:
             hidden: [B, S, H].
             rotation: rotation of each position, of R features.
-            documents: int64 [B, S], also with blocks, or the masks shared by all layers; ``None`` if a sample is one
-                document.
+            documents: int64 [B, S] or ``DocumentBlocks``, or the masks shared by all layers; ``None`` if a sample is
+                one document.
 
         Returns:
             [B, S, H].

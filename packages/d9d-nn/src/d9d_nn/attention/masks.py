@@ -16,13 +16,13 @@ from d9d_nn.ops.attention.slot import AttentionSlot, MaskKey
 
 
 class AttentionMasks:
-    """Documents, and the masks that backends made of them: one mask per backend, window and kind, not per layer.
+    """Documents, and the masks that attention backends made from them: one per backend, window and kind of mask.
 
     This class is neither a dict nor a dataclass, because FSDP's mixed precision would rebuild a dict or dataclass for
     every layer and cast its float tensors.
 
     Args:
-        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
+        documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
         prepared: masks by :attr:`d9d_nn.ops.attention.slot.AttentionSlot.mask_key`.
     """
 
@@ -43,7 +43,7 @@ def prepare_masks(
 
     Args:
         slots: attention slots of all layers of the stage.
-        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
+        documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
         length: S.
         device: device of the stage.
     """
@@ -55,7 +55,7 @@ def prepare_masks(
 
 
 def separated_padding(documents: Tensor | None, lengths: Tensor, length: int) -> Tensor:
-    """Documents int64 [B, S] in which the padding of a sample is one more document.
+    """Document indices int64 [B, S], in which the padding of a sample gets an index of its own.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.

@@ -45,7 +45,7 @@ class CausalLM(TextTask):
 
     def __init__(self, config: CausalLMConfig) -> None:
         self.config = config
-        self._depths = 0  # further tokens that the model predicts
+        self._depths = 0  # number of further tokens that each position predicts
 
     @property
     def likelihood(self) -> str:
@@ -56,7 +56,7 @@ class CausalLM(TextTask):
         """Find the head, compare vocabulary and sequence length, and read how many further tokens the model predicts.
 
         Raises:
-            JobError: see :meth:`TextTask.check`.
+            JobError: the head is not found, or the data has token ids or positions that the model lacks.
         """
         super().check(model, facts)
         self._depths = further_depths(model)
@@ -70,7 +70,7 @@ class CausalLM(TextTask):
         return super().inputs(self._shifted(microbatch))
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions of the microbatch with their targets, also of further tokens.
+        """This rank's positions of the microbatch, with their targets and those of multi-token prediction.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.

@@ -21,7 +21,7 @@ class Contrast:
     """Contrastive loss of this rank's queries.
 
     Attributes:
-        losses: loss of each query, float32 [Q].
+        losses: loss of each query, float32 [Q]; zero for queries without a loss.
         hits: whether a query's own text is the most similar of all texts, bool [Q].
         query_gradient: gradient of the loss summed over all ranks' queries, [Q, D].
         text_gradient: gradient of the same sum, [Q, N, D].
@@ -41,7 +41,7 @@ def contrast(
     symmetric: bool,
     present: Tensor | None = None,
 ) -> Contrast:
-    """Contrastive loss of each query against the texts of all queries of all ranks.
+    """Compute the contrastive loss of each query against the texts of all queries of all ranks, and its gradients.
 
     Collective over ``ranks``. The loss of query i is ``-log softmax_j(q_i . t_j / temperature)`` at its own text. With
     ``symmetric``, it is the mean of this loss and of the loss computed with queries and first texts exchanged.
@@ -50,8 +50,8 @@ def contrast(
         queries: float32 [Q, D].
         texts: float32 [Q, N, D].
         ranks: ranks that hold the batch's queries; Q and N are equal on all ranks.
-        present: bool [Q, 1 + N], whether query and texts exist; ``None`` if all do. Absent texts are never compared. A
-            query has a loss if it and its own text are present.
+        present: bool [Q, 1 + N]: whether each query (column 0) and each of its texts exists; ``None`` if all do. Absent
+            texts are never compared. A query has a loss if it and its own text exist.
         temperature: divisor of the similarities.
         symmetric: whether the loss also compares each text with all queries.
     """
@@ -83,16 +83,20 @@ def _one_way(
     ranks: DataRanks,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses and hits of anchors [Q, D] among the candidates [M, D] of all ranks, and their gradients.
+    """Compare each of this rank's anchors with the candidates of all ranks. Collective over ``ranks``.
 
     Args:
-        anchors: anchors of this rank.
-        candidates: candidates of this rank, M.
+        anchors: [Q, D], anchors of this rank: queries, or texts in the opposite direction.
+        candidates: [M, D], candidates of this rank.
         places: int64 [Q], index of each anchor's own candidate among the candidates of all ranks.
         counted: bool [Q], whether each anchor has a loss.
-        present: bool [M], whether each candidate is present.
-        ranks: ranks with other anchors and candidates.
+        present: bool [M], whether each candidate exists; others are not compared.
+        ranks: ranks that hold the batch's anchors and candidates.
         temperature: divisor of the similarities.
+
+    Returns:
+        Loss of each anchor [Q], whether its own candidate is the most similar one, bool [Q], and the gradients of the
+        losses summed over all ranks, with respect to the anchors [Q, D] and the candidates [M, D] of this rank.
     """
     everything = ranks.all_gather(candidates)  # [R * M, D]
     absent = ~ranks.all_gather(present)

@@ -101,7 +101,10 @@ class Embedding(TextTask):
         return {"embedding": embedding.view(*present.shape, embedding.shape[-1]), "present": present}
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:
-        """Compute loss and hit of each query [B], and gradients of embeddings [B (1 + N), D]. Collective over ranks."""
+        """Compute each query's loss [B], whether its own text is the most similar, [B], and gradients [B (1 + N), D].
+
+        The gradients are with respect to the embeddings. Collective over ``ranks``.
+        """
         sizes = [len(one["embedding"]) for one in kept]
         embeddings = torch.cat([one["embedding"] for one in kept])
         present = torch.cat([one["present"] for one in kept])

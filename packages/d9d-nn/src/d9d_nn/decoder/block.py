@@ -65,7 +65,7 @@ class DecoderBlock(nn.Module):
         return [core.attention]
 
     def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
-        """Mix tokens of the same document: [B, S, H] to [B, S, H]; arguments as of :meth:`forward`."""
+        """Mix tokens of the same document: the norm's output to [B, S, H]; other arguments as in :meth:`forward`."""
         return self.attention(normed, rotation, documents)  # type: ignore[no-any-return]
 
     def forward(
@@ -79,8 +79,8 @@ class DecoderBlock(nn.Module):
 
         Args:
             hidden: [B, S, H], the residual stream.
-            rotation: see :class:`GroupedQueryAttention`.
-            documents: indices of documents int64 [B, S], also with blocks, or the attention masks made from them.
+            rotation: rotation of each position.
+            documents: indices of documents int64 [B, S] or ``DocumentBlocks``, or the attention masks made from them.
             padding: bool [B, S], padded positions, which experts skip; ``None`` if there is no padding.
         """
         normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
@@ -94,7 +94,10 @@ class RoutedBlock(DecoderBlock):
     """Decoder block whose feed-forward layer routes tokens to experts, and is called with the padding too.
 
     Args:
-        config, attention, ffn, norm: see :class:`DecoderBlock`; ``ffn`` maps [B, S, H] and padding to [B, S, H].
+        config: config of the whole model.
+        attention: attention layer.
+        ffn: feed-forward layer; it maps [B, S, H] and the padding to [B, S, H].
+        norm: class of the norms.
     """
 
     routes: ClassVar[bool] = True
@@ -106,7 +109,10 @@ class SandwichBlock(DecoderBlock):
     Ding et al. 2021, "CogView", section 2.4, call it sandwich norm; Gemma 2 and 3 use it.
 
     Args:
-        config, attention, ffn, norm: see :class:`DecoderBlock`.
+        config: config of the whole model.
+        attention: attention layer.
+        ffn: feed-forward layer.
+        norm: class of the norms.
     """
 
     def __init__(
@@ -156,12 +162,12 @@ def grouped_query_attention(
     Args:
         config: config of the whole model.
         layer: index of the layer in the whole model.
-        head_norm_eps: see :class:`GroupedQueryAttention`.
-        softcap: see :class:`GroupedQueryAttention`.
-        norm: see :class:`GroupedQueryAttention`.
-        interleaved: see :class:`GroupedQueryAttention`.
-        sinks: see :class:`GroupedQueryAttention`.
-        output_gate: see :class:`GroupedQueryAttention`.
+        head_norm_eps: epsilon of an RMSNorm of each query and key head before the rotation; ``None`` for no norm.
+        softcap: soft cap of the scores; ``None`` for no cap.
+        norm: class of the head norms.
+        interleaved: whether neighbouring features 2 i and 2 i + 1 are a pair that rotates.
+        sinks: whether each query head has a learned sink.
+        output_gate: whether the output of each head is multiplied by the sigmoid of a gate, feature by feature.
     """
     return GroupedQueryAttention(
         config.hidden_size,

@@ -24,14 +24,14 @@ from d9d_nn.rope.scaling import Rope, RopeScaling
 LayerType = Literal["full_attention", "sliding_attention"]
 #: Positions of its document that a token attends to.
 AttentionMask = Literal["causal", "bidirectional", "prefix", "blocks"]
-#: Name of a part of the vocabulary.
+#: Valid names in the map ``added_tokens``.
 _PART = re.compile("[a-z][a-z0-9_]*")
 #: Projections of attention, all of which may have biases.
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
 def keys_of(window: int | None, sequence_length: int, *, bidirectional: bool = False) -> float:
-    """Average number of keys that a token attends to in a layer."""
+    """Average number of keys that a token attends to in a layer with this window; ``None`` for no window."""
     # The triangle of causal attention, minus the triangle beyond the window; bidirectional attention has two of both.
     beyond = max(sequence_length - (window or sequence_length), 0)
     causal = sequence_length / 2 - beyond**2 / (2 * sequence_length)
@@ -52,8 +52,8 @@ class DecoderConfig(ModelConfig, ABC):
     """Number of token ids."""
 
     added_tokens: int | dict[str, int] = 0
-    """Number of the last token ids that have a separate weight, so that it can be trained alone; or numbers by name,
-    for several such parts in order."""
+    """The last N token ids get a separate weight, which can be trained alone; this is N. A map such as
+    {chat: 4, tools: 8} makes several such weights: here the last 8 ids are of tools, the 4 before them of chat."""
 
     hidden_size: int = Field(gt=0)
     """Features of a token between layers."""
@@ -173,7 +173,7 @@ class DecoderConfig(ModelConfig, ABC):
         """Number of matrix elements that one token uses in the feed-forward part of this layer."""
 
     def multi_token(self) -> MultiTokenPrediction:
-        """Settings of multi-token prediction; no depths in families without it."""
+        """Settings of multi-token prediction; ``depths`` is 0 in families without it."""
         return MultiTokenPrediction()
 
     def value_features(self) -> int:
@@ -205,7 +205,7 @@ class DecoderConfig(ModelConfig, ABC):
         return "blocks" if self.attention_mask == "prefix" else self.attention_mask
 
     def mixing_flops(self, layer: int, sequence_length: int) -> float:
-        """FLOPs per token, forward and backward, with which this layer mixes tokens: attention scores and values."""
+        """FLOPs per token, forward and backward, of attention scores and weighted sums of values in this layer."""
         keys = self.attended_keys(layer, sequence_length)
         return 6.0 * self.num_attention_heads * (self.head_dim + self.value_features()) * keys
 
@@ -318,7 +318,7 @@ class AlternatingConfig(DecoderConfig):
     @field_validator("layer_types")
     @classmethod
     def _shortest_pattern(cls, value: tuple[LayerType, ...], info: ValidationInfo) -> tuple[LayerType, ...]:
-        """Pattern that does not depend on how often the given one repeats, so that equal models have equal configs."""
+        """Reduce the pattern to its shortest period, so that equal models have equal configs."""
         layers = info.data.get("num_layers", len(value))
         types = tuple(value[layer % len(value)] for layer in range(layers))
         periods = (size for size in range(1, layers) if types[size:] == types[:-size])

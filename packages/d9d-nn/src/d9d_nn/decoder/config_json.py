@@ -20,7 +20,7 @@ from d9d_nn.rope.scaling import (
 )
 
 _DTYPES = ("float32", "bfloat16", "float16")
-#: Name of the field for values that transformers has no field for.
+#: Field of ``config.json`` that holds the settings for which transformers has no field.
 _OURS = "d9d"
 #: Kinds of fields that an export copies from the pretrained model.
 _KEPT = ("tokens", "how to generate")
@@ -221,7 +221,7 @@ def kinds_of_rope_json(config: AlternatingConfig) -> dict[str, Any]:
 
 
 def merge_kinds_of_rope(data: Mapping[str, Any], theta: float, local_theta: float) -> dict[str, Any]:
-    """Replace the fields of :func:`kinds_of_rope_json` by fields of full layers and ``rope_local_base_freq``.
+    """Convert rotary fields for each layer type to fields of full layers, and ``rope_local_base_freq`` of sliding ones.
 
     Args:
         data: contents of ``config.json``. Before transformers 5, ``rope_scaling`` was the scaling of full layers.

@@ -54,8 +54,8 @@ class MixerCost(NamedTuple):
 
     Attributes:
         ops: ops of this part.
-        exchanges, backward_exchanges: collectives of the forward and of the backward, except the exchange of positions
-            over ``tp``.
+        exchanges, backward_exchanges: collectives of the forward and of the backward, except the sequence-parallel
+            all-gather and reduce-scatter over ``tp``.
     """
 
     ops: tuple[OpCost, ...]
@@ -63,10 +63,11 @@ class MixerCost(NamedTuple):
     backward_exchanges: tuple[Exchange, ...] = ()
 
 
-#: Cost of the part of a layer in which tokens mix, by index.
+#: Function of config, layer index and share that returns the cost of the part of the layer in which tokens mix.
 Mixer = Callable[[Any, int, Share], MixerCost]
 
-#: Cost of the feed-forward part of a layer, by index; raises ``BuildError`` if it cannot be divided over the ranks.
+#: Function of config, layer index and share that returns the cost of the layer's feed-forward part; raises
+#: ``BuildError`` if it cannot be divided over the ranks.
 FeedForward = Callable[[Any, int, Share], FeedForwardCost]
 
 
@@ -86,10 +87,11 @@ def decoder_cost(
         config: config of the whole model.
         stage: pipeline stage.
         share: share of one rank.
-        feed_forward: cost of the feed-forward part of a layer.
+        feed_forward: function that returns the cost of the feed-forward part of a layer.
         head_norms: whether attention normalises the heads of queries and keys.
         output_norms: whether the outputs of attention and feed-forward are normalised.
-        mixer: cost of the attention part of a layer; by default :func:`attention_cost` with ``head_norms``.
+        mixer: function that returns the cost of the attention part of a layer; by default :func:`attention_cost` with
+            ``head_norms``.
 
     Raises:
         BuildError: the heads, positions or feed-forward layers cannot be divided over the ranks.
@@ -321,7 +323,7 @@ def _embedding(config: DecoderConfig, share: Share, lookups: int) -> BlockCost:
 
 
 def _further(config: DecoderConfig, share: Share, layer: BlockCost) -> BlockCost:
-    """Cost of a layer of multi-token prediction: its norms and projection, of a rank's own positions, and a layer."""
+    """Cost of a layer of multi-token prediction: norms and projection of S / tp positions, and a decoder layer."""
     width, hidden, own = share.width, config.hidden_size, share.tokens / share.tensor
     names = ("embedding_norm", "hidden_norm", "norm")
     norms = [rms_norm(name, own, hidden, width, weights=(Weight(f"{name}.weight", (hidden,)),)) for name in names]
@@ -349,7 +351,7 @@ def _further(config: DecoderConfig, share: Share, layer: BlockCost) -> BlockCost
 
 
 def _classes(name: str, classes: int, hidden: int, share: Share, of_tokens: bool) -> OpCost:
-    """Projection of a head: of tokens, with a bias, or of pooled samples. Replicated over ``tp``."""
+    """Cost of a classifier's projection, replicated over ``tp``: of all tokens, with a bias, or of pooled samples."""
     weights = [Weight(f"{name}.weight", (classes, hidden))]
     if of_tokens:
         weights.append(Weight(f"{name}.bias", (classes,)))

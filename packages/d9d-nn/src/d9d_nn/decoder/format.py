@@ -54,7 +54,7 @@ class DecoderFormat(ABC, Generic[C]):
         return self.family
 
     def family_in(self, data: Mapping[str, Any]) -> Family:  # noqa: ARG002 - likewise
-        """Family that a ``config.json`` belongs to; if unknown, any family, which then refuses the file."""
+        """Family that a ``config.json`` belongs to; if it belongs to none, any family, which then refuses the file."""
         return self.family
 
     def own_fields(self, config: C) -> dict[str, Any]:  # noqa: ARG002 - overridden by some families

@@ -1,6 +1,7 @@
 """Decoder with heads, whole or as one pipeline stage.
 
-Shapes: B samples, S positions, H features, V words of the vocabulary, C classes, D features of an embedding.
+Shapes: B samples, S positions, H features, V vocabulary size, C classes, D features of an embedding, T depths of
+multi-token prediction (depth t predicts the token t after the next one).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import LayerRotations, Rotation
 
-#: Builds the layer of an index in the whole model.
+#: Function of the config and a layer's index in the whole model that builds the layer.
 BuildBlock = Callable[[Any, int], DecoderBlock]
 
 
@@ -40,7 +41,8 @@ class DecoderModel(nn.Module):
     the index in the whole model, so that names do not depend on the stages. A tied causal_lm head has no parameter: it
     uses the embedding's weight. If the embedding is on another stage, the last stage has a copy under the same name,
     and training adds up the gradients of parameters with equal names. With ``added_tokens``, the embedding and each
-    causal_lm head have a weight for each part, such as ``regular.weight`` and ``added.weight``, in place of ``weight``.
+    causal_lm head have ``regular.weight`` and a weight for each group of added tokens, such as ``added.weight``, in
+    place of ``weight``.
 
     With multi-token prediction, the last stage also has ``mtp.<depth>...`` and, like a tied head, the embedding. These
     layers run in training only, with targets, and add their own loss terms
@@ -118,7 +120,10 @@ class DecoderModel(nn.Module):
         return plan
 
     def row_factors(self) -> Mapping[str, int]:
-        """Rows of embedding and head for each sample: multi-token prediction computes all depths in one call."""
+        """Factor by which multi-token prediction multiplies the rows of the embedding and of the heads.
+
+        Both compute all depths in one call, as further samples; empty without multi-token prediction.
+        """
         if self.mtp is None:
             return {}
         depths = len(self.mtp)
@@ -146,9 +151,9 @@ class DecoderModel(nn.Module):
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         """Spec of ``hidden`` [B, S, H] in the dtype of this stage's parameters; empty on the last stage.
 
-        If a head reads the mean of several layers, the stage also sends the sum so far, of the same shape and dtype. If
-        the ranks of ``tp`` split the positions, S is the number of this rank's positions; if the ranks of ``cp`` split
-        them, the microbatch holds only this rank's positions.
+        If a head reads the mean of several layers, the stage also sends their sum so far, of the same shape and dtype.
+        If the ranks of ``tp`` split the positions, S is the number of this rank's positions; if the ranks of ``cp``
+        split them, the microbatch holds only this rank's positions.
         """
         if self.stage.is_last:
             return {}
@@ -192,10 +197,10 @@ class DecoderModel(nn.Module):
                 a result for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
             pooling_mask: bool or integers [B, S], of all positions; heads with masked pooling average the positions
                 with other values than zero.
-            mtp_tokens: int64 [B, S, D], for multi-token prediction in training, see
+            mtp_tokens: int64 [B, S, T], for multi-token prediction in training, see
                 :func:`~d9d_nn.further_targets.further_targets`. A model that has all stages and all positions computes
                 both inputs itself if they are ``None``.
-            mtp_targets: int64 [B, S, D], see ``mtp_tokens``.
+            mtp_targets: int64 [B, S, T], targets of the depths; given together with ``mtp_tokens``.
             attention_blocks: int64 [B, S], of all positions, for ``attention_mask`` prefix and blocks: tokens of a
                 document with equal numbers attend to each other in both directions; negative outside of blocks.
             layer_sums: [B, S, H] each, for later stages: the other outputs of the previous stage.
@@ -222,7 +227,7 @@ class DecoderModel(nn.Module):
             if further is None:
                 hidden = self.embed(tokens)
             else:
-                # One look-up of all depths: what wraps the embedding sees one call.
+                # One look-up of all depths, because hooks and wrappers of the embedding expect one call per forward.
                 ids = torch.cat((tokens, lookup_ids(further.tokens)))
                 sizes = [len(tokens), len(ids) - len(tokens)]
                 # Not as views, because compiled layers guard on views, and would be compiled twice.
@@ -307,13 +312,15 @@ class DecoderModel(nn.Module):
         further: _Further,
         tied_weight: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Outputs of the head, whose ``token_loss`` [B, S] also carries the losses of the further tokens.
+        """Outputs of the head. Only the backward of ``token_loss`` includes the losses of multi-token prediction.
+
+        The values of ``token_loss`` [B, S] are the losses of the next tokens alone.
 
         Args:
             final: normalised output of the last layer, [B, S, H].
-            ahead: embeddings of the further tokens, [D * B, S, H], if they were looked up already.
+            ahead: embeddings of ``further.tokens``, [T * B, S, H], if they were looked up already.
             rotations: rotation of each depth.
-            masks: masks of all layers.
+            masks: attention masks, shared by all layers.
             further: layers and inputs of multi-token prediction.
             tied_weight: [V, H] for a tied head.
         """
@@ -321,9 +328,9 @@ class DecoderModel(nn.Module):
             ahead = self.embed(lookup_ids(further.tokens))
         states = torch.cat(
             (final, *further.layers(final, ahead, rotations, masks, further.tokens))
-        )  # [(1 + D) B, S, H]
-        targets = torch.cat((further.next, *further.targets.unbind(-1)))  # [(1 + D) B, S]
-        # One call for all depths: sharded words, deferred gradients and what wraps the head see one call.
+        )  # [(1 + T) B, S, H]
+        targets = torch.cat((further.next, *further.targets.unbind(-1)))  # [(1 + T) B, S]
+        # One call for all depths: a sharded vocabulary, deferred gradients and wrappers of the head expect one call.
         joined = self.heads(states, {}, targets=targets, tied_weight=tied_weight)
         samples = len(further.next)
         outputs = {name: tensor[:samples] for name, tensor in joined.items()}
@@ -333,7 +340,7 @@ class DecoderModel(nn.Module):
     def _masked(
         self, documents: Tensor | None, lengths: Tensor | None, blocks: Tensor | None, length: int
     ) -> Documents:
-        """Documents for attention, with the blocks; if later keys are visible, padding is a document of its own.
+        """Documents for attention, with blocks if given; unless attention is causal, padding is a separate document.
 
         Raises:
             ValueError: the model needs blocks and gets none, or the reverse.
@@ -356,7 +363,7 @@ class _Further(NamedTuple):
     Attributes:
         layers: layers of all depths.
         next: targets of the main model, int64 [B, S].
-        tokens, targets: inputs and targets of the depths, int64 [B, S, D].
+        tokens, targets: inputs and targets of the depths, int64 [B, S, T].
     """
 
     layers: MultiTokenLayers

@@ -1,6 +1,7 @@
 """Layers of multi-token prediction, and their loss terms.
 
-DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2. Shapes: B samples, S positions, H features, D depths.
+DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2. Depth d = 1 ... D predicts the token d positions after
+the next token, by a layer of its own. Shapes: B samples, S positions, H features, D depths.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class MultiTokenLayer(nn.Module):
         Args:
             hidden: [B, S, H], normalised output of the previous depth; for the first depth, of the main model.
             embedded: [B, S, H], embeddings of the later tokens.
-            rotation: see :meth:`DecoderBlock.forward`.
-            documents: see :meth:`DecoderBlock.forward`.
-            padding: see :meth:`DecoderBlock.forward`.
+            rotation: rotation of each position.
+            documents: indices of documents int64 [B, S], or the attention masks made from them.
+            padding: bool [B, S], padded positions, which experts skip; ``None`` if there is no padding.
         """
         embedded, hidden = self.embedding_norm(embedded), self.hidden_norm(hidden)  # [B, S, H] each
         parts = (embedded, hidden) if self.embedding_first else (hidden, embedded)
@@ -75,10 +76,10 @@ class MultiTokenLayer(nn.Module):
 
 
 class MultiTokenLayers(nn.ModuleDict):
-    """Layers of all depths by their numbers from 0, with the loss terms of the trait ``AddsLosses``.
+    """Layers of all depths, with the keys ``"0"``, ``"1"``, ...; adds their loss terms by the trait ``AddsLosses``.
 
     The term of each depth is the mean loss of its own targets, with the coefficient ``weight / depths`` (equations 24
-    and 25). Without a training loop, which sets the factors of the terms, nothing is added to gradients.
+    and 25). A training loop sets the factors of the terms; without one they are zero and do not change gradients.
 
     Args:
         config: config of the whole model, with at least one depth.
@@ -135,8 +136,8 @@ class MultiTokenLayers(nn.ModuleDict):
             hidden: [B, S, H], normalised output of the main model.
             embedded: [D * B, S, H], embeddings of the later tokens, depth by depth.
             rotations: rotation of each depth.
-            documents: see :meth:`DecoderBlock.forward`.
-            tokens: int64 [B, S, D], ids of the later tokens; experts skip positions that have none.
+            documents: indices of documents int64 [B, S], or the attention masks made from them.
+            tokens: int64 [B, S, D], ids of the later tokens; experts skip positions without one.
         """
         found = []
         parts = embedded.chunk(len(self))
@@ -151,10 +152,10 @@ class MultiTokenLayers(nn.ModuleDict):
 
         Args:
             token_loss: float32 [B, S], losses of the next tokens.
-            further: float32 [D * B, S], losses of the further tokens, depth by depth.
+            further: float32 [D * B, S], losses of multi-token prediction, depth by depth.
 
         Returns:
-            A copy of ``token_loss``.
+            A copy of ``token_loss`` with unchanged values.
         """
         for term, losses in zip(self._prediction.terms(), further.chunk(len(self)), strict=True):
             total = losses.sum().float()
@@ -165,14 +166,14 @@ class MultiTokenLayers(nn.ModuleDict):
 
 
 def lookup_ids(tokens: Tensor) -> Tensor:
-    """Ids of ``mtp_tokens`` [B, S, D] for the embedding, int64 [D * B, S] depth by depth; 0 where there is no token."""
+    """Token ids for the embedding, int64 [D * B, S], from ``mtp_tokens`` [B, S, D]; 0 where there is no token."""
     return torch.cat(tokens.clamp(min=0).unbind(-1))
 
 
 def tensors_of_layer(
     config: Any, block: Callable[[Any, int], DecoderBlock], depth: int = 0, *, norm: type[RMSNorm] = RMSNorm
 ) -> tuple[str, ...]:
-    """Relative names of the tensors that checkpoints have of the layer of a depth; allocates nothing.
+    """Names, in checkpoints, of the tensors in the layer of one depth, relative to the layer; allocates nothing.
 
     Args:
         config: config of the whole model.

@@ -25,7 +25,7 @@ class MultiTokenPrediction(Section):
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
-        # With depths 0, the other fields are the ones of pretrained weights.
+        # An explicit depths: 0 may stand with the other fields: pretrained weights define them.
         if given := sorted(self.model_fields_set) if "depths" not in self.model_fields_set else []:
             raise ValueError(f"{given[0]} has no effect without depths; set depths to 1 or more, or remove {given[0]}")
         return self

@@ -9,7 +9,7 @@ from d9d_core.config import closest
 
 Presets = Mapping[str, Mapping[str, Any]]
 
-#: Sizes of models that run in milliseconds on a CPU, with grouped heads.
+#: Sizes of models that run in milliseconds on a CPU, with grouped-query attention.
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_positions": 64,

@@ -8,8 +8,8 @@ from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.flops import further_parameters, head_parameters, layer_parameters
 from d9d_nn.stages import stage_layers
 
-#: Estimated cost of the embedding in a step, as a fraction of the cost of a head over the same words. For each token a
-#: head takes 6 V H floating point operations, and a look-up almost none. But the embedding's gradient is dense: for
+#: Estimated cost of the embedding in a step, as a fraction of the cost of a head over the same vocabulary V. For each
+#: token a head takes 6 V H floating point operations, a look-up almost none. But the embedding's gradient is dense: for
 #: each microbatch V H numbers are set to zero, read, and added to another V H, which are read and written. In float32
 #: these are 16 V H bytes. On a device that does 200 operations while it moves a byte, that takes as long as 3,200 V H
 #: operations, or 1/15 of a head's for a microbatch of 8,192 tokens.

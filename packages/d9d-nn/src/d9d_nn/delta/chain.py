@@ -34,7 +34,7 @@ __all__ = ["ContextChain"]
 
 
 class ContextChain:
-    """Computation of recurrent layers for a rank's own chunks, equal to the computation of whole samples.
+    """Computes recurrent layers on a rank's own chunks, with the same results as on whole samples.
 
     Args:
         share: share of the positions: two chunks of equal length for each rank, in the order of positions.
@@ -78,7 +78,7 @@ class ContextChain:
             value: [2 B, L, N, D_v].
             decay: float32 [2 B, L, N].
             beta: [2 B, L, N].
-            documents: see :meth:`convolve`.
+            documents: int64 [B, S], numbered as for :meth:`convolve`; ``None`` if a sample is one document.
 
         Returns:
             [2 B, L, N, D_v] in the dtype of ``value``.
@@ -101,7 +101,7 @@ class ContextChain:
     def state_space_rule(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """State-space rule with A [N], chunks [2 B, L, ...] of the other tensors, and documents as of :meth:`convolve`.
+        """State-space rule with A [N], chunks [2 B, L, ...] of the other tensors, and documents as in :meth:`convolve`.
 
         Collective over ``cp``, in forward and backward; see :func:`~d9d_nn.ops.state_space_rule.state_space_rule`.
         """
@@ -127,7 +127,7 @@ class ContextChain:
             step: shape of the step.
             width: positions that a short convolution reads.
             features: F, of all convolutions of this rank.
-            numbers: numbers of the affine functions of this rank's heads.
+            numbers: elements of M and U of one chunk, over all heads of this rank.
         """
         before = width - 1 if step.positions is None else min(width - 1, step.positions // 2)
         chunks = step.samples * 2 * self.share.ranks

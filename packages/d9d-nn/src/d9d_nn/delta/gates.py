@@ -51,7 +51,7 @@ class MambaRates(nn.Module):
         return -self.A_log.to(wide).clamp(max=math.log(torch.finfo(wide).max) - 1).exp()
 
     def step(self, x: Tensor) -> Tensor:
-        """Steps ``softplus(x + dt_bias)`` of [..., N], the same shape, float32 or wider."""
+        """Step sizes ``softplus(x + dt_bias)`` of ``x`` [..., N]: the same shape, float32 or wider."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return functional.softplus(x.to(wide) + self.dt_bias.to(wide))
 
@@ -60,7 +60,9 @@ class MambaDecay(MambaRates):
     """Decay ``-exp(A_log) * softplus(x + dt_bias)`` (Dao and Gu 2024, "Transformers are SSMs", section 7), in float32.
 
     Args:
-        heads, rates, times: see :class:`MambaRates`.
+        heads: N.
+        rates: smallest and largest initial value of ``exp(A_log)``.
+        times: smallest and largest initial value of ``softplus(dt_bias)``; ``None`` for biases of one.
     """
 
     def forward(self, x: Tensor) -> Tensor:

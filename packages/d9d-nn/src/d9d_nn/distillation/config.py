@@ -15,7 +15,7 @@ class DistillationConfig(PluginConfig):
     name: Literal["distillation"] = "distillation"
     """Selects the plugin."""
     teacher: Annotated[PluginConfig, Named("model")]
-    """The teacher, written as ``model`` is; with ``pretrained``. It runs in the same layout as the model."""
+    """The teacher's config, with the fields of ``model``; needs ``pretrained``. It runs in the model's layout."""
     head: str | None = None
     """The model's head to train, of kind causal_lm; needed if the model has several heads."""
     teacher_head: str | None = None

@@ -1,6 +1,6 @@
 """Divergence of a model's next-token distribution from another distribution.
 
-Shapes: T tokens, V words of the vocabulary, K words of the other distribution.
+Shapes: T tokens, V vocabulary size, K token ids with a probability in the other distribution.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-#: Elements of a float32 matrix in memory at once, in addition to the logits and their gradient.
+#: Largest number of elements of each float32 matrix [tokens of a chunk, V] in memory.
 _CHUNK_ELEMENTS = 1 << 26
 
 
 def divergence(
     logits: Tensor, other: Tensor, words: Tensor | None, counted: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """Kullback-Leibler divergence ``T^2 * sum_v p_v (log p_v - log q_v)`` of each token, computed in float32.
+    """Kullback-Leibler divergence ``t^2 * sum_v p_v (log p_v - log q_v)`` of each token, computed in float32.
 
-    Here ``q = softmax(logits / T)`` and ``p = softmax(other / T)``. The gradient with respect to the logits is
-    ``T (q - p)``. Chunks of tokens are processed one after another, so the logits and their gradient are the only
-    tensors of this size in memory.
+    Here ``q = softmax(logits / t)``, ``p = softmax(other / t)``, and t is the temperature. The gradient with respect to
+    the logits is ``t (q - p)``. Chunks of tokens are processed one after another, so the logits and their gradient are
+    the only tensors of this size in memory.
 
     Args:
         logits: [T, V].
-        other: [T, K], K at most V: logits of ``words``; all other words have ``p_v = 0``. Gets no gradient.
-        words: int64 [T, K], distinct in each row; ``None`` for the first K.
+        other: [T, K], K at most V: logits of the token ids ``words``; other ids have ``p_v = 0``. Gets no gradient.
+        words: token ids int64 [T, K], distinct in each row; ``None`` for the ids below K.
         counted: bool [T], the tokens to compute a divergence for; other tokens have zero, and zero gradient.
-        temperature: T.
+        temperature: t.
 
     Returns:
         float32 [T].
@@ -56,7 +56,7 @@ class _Divergence(torch.autograd.Function):
             ours = _log_softmax(logits[chunk], temperature)
             ours = ours[:, : other.shape[1]] if words is None else ours.gather(1, words[chunk])
             probabilities = theirs.exp()
-            # A word of probability zero adds nothing, even if its log is infinite.
+            # A token id of probability zero adds nothing, even if its log is infinite.
             result[chunk] = torch.where(probabilities > 0, probabilities * (theirs - ours), 0).sum(-1)
         ctx.save_for_backward(logits, other, words, counted)
         ctx.temperature, ctx.rows = temperature, rows

@@ -1,6 +1,6 @@
 """Task ``distillation``: learn the next-token distribution of a teacher, in the same job.
 
-Shapes: B samples, S positions, V words of the vocabulary, K words kept of the teacher's distribution.
+Shapes: B samples, S positions, V vocabulary size, K token ids kept of the teacher's distribution (``top_k``).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Distillation(TextTask):
         weights = microbatch["weights"].flatten() if "weights" in microbatch else 1.0
         sums = {_SOFT: (soft * weights).sum()}
         if self.config.hard_weight:
-            one = torch.zeros(len(targets), 1, device=logits.device)  # the target has all of the probability
+            one = torch.zeros(len(targets), 1, device=logits.device)  # one logit: the target has probability 1
             hard = divergence(logits, one, targets.clamp(min=0).unsqueeze(1), counted)
             sums[_HARD] = (hard * weights).sum()
         return sums

@@ -1,6 +1,6 @@
 """Head of a causal language model: projection to the vocabulary, and the loss when targets are given.
 
-Shapes: B samples, S positions, H features, V words of the vocabulary.
+Shapes: B samples, S positions, H features, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from d9d_nn.ops.linear_cross_entropy import (
 )
 from d9d_nn.ops.vocabulary_parallel import VocabularyParallelSlot, gather_words
 
-#: Observation that is computed only when requested.
+#: Name of the observation that is computed only if a metric reads it: how many token ids are likelier than the target.
 RANKS = "token_ranks"
 
 
 class VocabularyWeight(nn.Module):
-    """Part of a causal_lm head's weight, stored under a separate parameter name.
+    """Rows of a causal_lm head's weight for some token ids, stored as a separate parameter.
 
     Args:
-        words: number of words of the vocabulary in this part.
+        words: number of these token ids.
         features: H.
         std: standard deviation of the initial weights.
     """
@@ -67,7 +67,7 @@ class CausalLMHead(nn.Module):
         vocabulary: V.
         std: standard deviation of the initial weights.
         tied: whether the caller passes the weight.
-        added_tokens: last words with separate parameters, see :class:`~d9d_nn.embedding.SplitTokenEmbedding`.
+        added_tokens: last token ids with separate parameters, see :class:`~d9d_nn.embedding.SplitTokenEmbedding`.
         softcap: soft cap of the logits, see :func:`~d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
     Raises:
@@ -124,15 +124,15 @@ class CausalLMHead(nn.Module):
             self._ranked.add(when)
 
     def split_vocabulary(self, share: VocabularyShare) -> None:
-        """Compute with this rank's share of the weight's rows; losses, token ranks and logits still cover all words.
+        """Compute with this rank's rows of the weight; losses, token ranks and logits still cover the whole vocabulary.
 
-        From now on, calls are collective over the process group that shares the words.
+        From now on, calls are collective over the process group that shares the vocabulary.
         """
         self._share = share
         self.linear_cross_entropy = VocabularyParallelSlot(share, self.softcap)
 
     def forward_collectives(self, step: StepShape) -> Iterator[tuple[Kind, int | None]]:
-        """All-reduces of the loss if words are sharded: of logit maxima, of sums, and of token ranks if computed."""
+        """All-reduces of a loss with a sharded vocabulary: of logit maxima, of sums, and of token ranks if computed."""
         wide = max(step.itemsize, 4)
         yield "all_reduce", step.bytes_of(1, wide)
         yield "all_reduce", step.bytes_of(3, wide)
@@ -147,7 +147,7 @@ class CausalLMHead(nn.Module):
         Args:
             hidden: [B, S, H].
             targets: int64 [B, S]; -100 where nothing is predicted.
-            tied_weight: [V, H], or a rank's share of the words; given if and only if the head is tied.
+            tied_weight: [V, H], or this rank's rows of it; given if and only if the head is tied.
 
         Returns:
             ``{"token_loss": float32 [B, S]}`` with targets, and ``"token_ranks"`` int64 [B, S] if requested; else

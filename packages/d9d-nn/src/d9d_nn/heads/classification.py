@@ -13,7 +13,7 @@ from d9d_nn.heads.pooling import PoolsContext, pool
 
 
 class ClassificationHead(PoolsContext, nn.Module):
-    """Classification head: pools each sample, drops features and projects to classes; weight [C, H], no bias.
+    """Classification head: pools each sample, applies dropout and projects to classes; weight [C, H], no bias.
 
     Args:
         hidden_size: H.

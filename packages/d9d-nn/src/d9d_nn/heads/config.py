@@ -181,7 +181,7 @@ STORED = {"stored_heads": True}
 
 
 def _read_head(value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-    """Read a head's config: of a plugin's kind by the record in the registry of the job file, else of a kind here."""
+    """Read a head's config, with the config class of the job's plugin that declares its kind, or as a built-in kind."""
     if isinstance(value, PluginHeadConfig):
         return value
     kind = value.get("kind") if isinstance(value, Mapping) else None

@@ -1,4 +1,4 @@
-"""Container of a model's heads. Shapes: B samples, S positions, H features, V words of the vocabulary."""
+"""Container of a model's heads. Shapes: B samples, S positions, H features, V vocabulary size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Heads(nn.ModuleDict):
         num_layers: number of layers of the whole model.
         std: standard deviation of the initial weights.
         tied: whether causal_lm heads take the embedding's weight.
-        added_tokens: last words with separate parameters in a causal_lm head.
+        added_tokens: last token ids with separate parameters in a causal_lm head.
         softcap: soft cap of the logits of causal_lm heads; ``None`` for no cap.
 
     Raises:
@@ -112,7 +112,8 @@ class Heads(nn.ModuleDict):
 
         Args:
             final: normalised output of the last layer, [B, S, H].
-            means: see :mod:`d9d_nn.heads.layer_mean`.
+            means: mean of the normalised outputs of each set of layers that a head reads, [B, S, H]; see
+                :mod:`d9d_nn.heads.layer_mean`.
             targets: int64 [B, S]; -100 where nothing is predicted.
             lengths: int64 [B], tokens of each right-padded sample; ``None`` if there is no padding.
             ends: int64 [B, N], where each row of packed samples ends, for heads that pool; see

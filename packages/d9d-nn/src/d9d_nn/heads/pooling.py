@@ -1,4 +1,4 @@
-"""Pooling of positions to samples or rows. Shapes: B samples, S positions, H features, N at most rows per sample."""
+"""Pooling of positions to samples or rows. Shapes: B samples, S positions, H features, at most N rows per sample."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pool(
         pooling: ``last`` or ``first`` position, ``mean`` of all, or mean of the ``masked`` ones; means are summed in
             float32 or wider.
         ends: int64 [B, N], where each row of a packed sample ends and the next row begins, 0 after the last row.
-        mask: bool or integers [B, S], other than zero at the positions that ``masked`` averages.
+        mask: bool or integers [B, S], not zero at the positions that ``masked`` averages.
 
     Returns:
         [B, H] in the dtype of ``hidden``; with ``ends`` [B, N, H], undefined after the last row.

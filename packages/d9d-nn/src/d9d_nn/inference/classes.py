@@ -1,6 +1,6 @@
 """Inference tasks ``classes``, ``token_classes`` and ``rewards``: outputs of classification heads.
 
-Shapes: B samples, S positions, C classes, N at most rows per packed sample.
+Shapes: B samples, S positions, C classes, at most N rows per packed sample.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class HeadReader:
         config: config with the head's name.
     """
 
-    #: Kind of head, and its output.
+    #: Kind of the head that the task reads, and the name of its output.
     kind = "classification"
     output = "class_logits"
-    #: Tensors of positions that are kept; a head that pools gathers positions itself.
+    #: Names of the kept tensors with a dimension of positions, to gather over ``cp``; none if the head pools.
     of_positions: frozenset[str] = frozenset()
     #: The heads are trained with labelled texts, to which the dataset adds no end of text.
     text_inputs: TextInputs = "as_encoded"

@@ -1,6 +1,6 @@
 """Inference task ``generations``: continuations of prompts by a language model.
 
-Shapes: B samples, S positions, N at most new tokens, V words of the vocabulary.
+Shapes: B samples, S positions, at most N new tokens, V vocabulary size.
 """
 
 from __future__ import annotations

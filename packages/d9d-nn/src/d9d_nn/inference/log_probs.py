@@ -35,7 +35,7 @@ class TokenLikelihoods:
         config: config with the head's name.
     """
 
-    #: Tensors of positions that are kept.
+    #: Names of the kept tensors with a dimension of positions, to gather over ``cp``.
     of_positions = frozenset({"losses", "targets"})
 
     def __init__(self, config: LogProbsConfig | PerplexityRowsConfig) -> None:

@@ -1,4 +1,4 @@
-"""Rows of samples, padded or packed. Shapes: b samples, S positions, N at most rows per sample."""
+"""Rows of samples, padded or packed. Shapes: b samples, S positions, at most N rows per sample."""
 
 from __future__ import annotations
 

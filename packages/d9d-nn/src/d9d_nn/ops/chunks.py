@@ -13,7 +13,7 @@ from torch import Tensor
 
 #: Dtypes that the chunked rules accept.
 FLOATS = ("float64", "float32", "bfloat16", "float16")
-#: Positions of a chunk. Work within a chunk grows with its length, and steps from chunk to chunk with their number.
+#: Positions of a chunk. Longer chunks need more work per position, shorter ones more sequential steps.
 CHUNK = 64
 
 
@@ -31,7 +31,7 @@ def counted(documents: Tensor) -> Tensor:
 
 
 def starts_of(documents: Tensor | None, decay: Tensor) -> Tensor | None:
-    """Whether a position is the first one of its document, bool [B, S]."""
+    """Whether each position is the first one of its document, bool [B, S]; ``None`` without documents."""
     if documents is None:
         return None
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
@@ -45,11 +45,11 @@ def in_chunks(x: Tensor, padding: int, chunk: int) -> Tensor:
 
 
 def reach(documents: Tensor | None, padding: int, chunk: int, samples: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Reach of positions: within a chunk and from the last chunk; each with one dim for heads.
+    """Earlier positions that each position sees: within its chunk, and in the previous chunk.
 
     Returns:
-        Whether position t sees position s <= t, bool [B or 1, 1, chunks or 1, C, C]; and 1 where a position continues
-        the document of the last chunk, [B or 1, 1, chunks or 1, C].
+        Whether position t of a chunk sees position s <= t, bool [B or 1, 1, chunks or 1, C, C]; and 1 where a position
+        continues the document that ended the previous chunk, else 0, [B or 1, 1, chunks or 1, C]. Dim 1 is for heads.
     """
     earlier = torch.ones(chunk, chunk, dtype=torch.bool, device=like.device).tril_()
     if documents is None:
@@ -72,7 +72,8 @@ def decays_between(decay: Tensor, same: Tensor) -> Tensor:
     Returns:
         [..., C (t), C (s)], 0 where t does not see s.
     """
-    # Each pair has a sum of its own: a difference of cumulated sums would be rounded by decays of other documents.
+    # Each pair (t, s) is summed separately: in a difference of cumulative sums, large decays of other documents would
+    # cost precision.
     sums = decay[..., None].expand(*decay.shape, decay.shape[-1]).tril(-1).cumsum(-2)
     return sums.masked_fill(~same, -torch.inf).exp()
 

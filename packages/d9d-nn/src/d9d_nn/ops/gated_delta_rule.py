@@ -91,7 +91,8 @@ def chunked(
 
         (1 + A) U = beta (V - exp(G) K S),  A[t, s] = beta[t] exp(G[t] - G[s]) k[t] . k[s] for s < t
 
-    Only the document that continues from the last chunk reads its state S, and only the last document hands a state on.
+    Only the document that continues from the previous chunk reads that chunk's state S, and only the last document of a
+    chunk passes a state on.
 
     Args:
         query: [B, S, K, D_k].
@@ -119,7 +120,7 @@ def chunked_from(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Gated delta rule in chunks, see :func:`chunked`, from a given state and with the last state as a second result.
+    """Gated delta rule in chunks, see :func:`chunked`, from a given state; also returns the last state.
 
     Args:
         state: state that the first document of each sample continues, float32 or wider [B, N, D_k, D_v]; ``None`` for

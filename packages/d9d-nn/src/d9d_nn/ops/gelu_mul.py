@@ -1,4 +1,4 @@
-"""Op ``gelu_mul``: the gate of GeGLU (Shazeer 2020, "GLU Variants Improve Transformer", equation 6)."""
+"""Op ``gelu_mul``: ``gelu(gate) * up`` of GeGLU (Shazeer 2020, "GLU Variants Improve Transformer", equation 6)."""
 
 from __future__ import annotations
 

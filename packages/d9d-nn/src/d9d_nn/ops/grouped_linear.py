@@ -16,7 +16,7 @@ from d9d_nn.ops.deferred import Product, may_defer, product
 def grouped_linear(
     x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True, deferral: Deferral | None = None
 ) -> Tensor:
-    """Reference of grouped linear: ``out[rows of e] = x[rows of e] @ bank[e]`` in a loop; reads ``counts`` on the host.
+    """Reference of grouped linear: loops over experts, ``out[rows of e] = x[rows of e] @ bank[e]``; syncs the host.
 
     An expert without rows has a gradient of zeros. Under autocast the product is computed in autocast's dtype.
 
@@ -27,7 +27,7 @@ def grouped_linear(
         spare_rows: whether there may be rows beyond the sum of counts. Spare rows belong to no expert, and their output
             and gradient are zeros, whatever their content. ``False`` promises that there are no spare rows, so that
             backends need not clear them.
-        deferral: deferral of weight gradients; while it is active, a backend may defer the gradient of the bank.
+        deferral: deferral of weight gradients; while it is active, a backend may defer the gradient of ``bank``.
 
     Returns:
         [R, O].

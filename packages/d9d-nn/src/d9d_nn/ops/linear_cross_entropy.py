@@ -1,6 +1,6 @@
 """Op ``linear_cross_entropy``: output projection and loss of each token, without all logits in memory.
 
-Shapes: T tokens, H features, V words of the vocabulary, C tokens of a chunk. The slot's static facts are ``features``
+Shapes: T tokens, H features, V vocabulary size, C tokens of a chunk. The slot's static facts are ``features``
 and ``vocabulary``.
 """
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-#: Targets that are not predicted.
+#: Target id of positions where nothing is predicted.
 IGNORE = -100
-#: Logits that may be kept from forward to backward: 512 MiB in float32. More logits are computed twice.
+#: Largest number of logits that are kept from forward to backward: 512 MiB in float32. More logits are computed twice.
 KEPT_ELEMENTS = 1 << 27
-#: A large GPU may keep more logits, up to its memory divided by this.
+#: A GPU may keep more logits: as many bytes as its memory divided by this.
 _KEPT_PART = 20
-#: Probabilities in memory at once. Few do not slow down a CPU; a GPU needs large matrices.
+#: Number of probabilities in memory at once, by device type: a CPU is fast with small chunks, a GPU is not.
 _CHUNK_ELEMENTS = {"cpu": 1 << 19}
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 28
 _LEAST_ROWS = 256
@@ -75,7 +75,7 @@ def linear_cross_entropy_with_ranks(
     keep: bool | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Linear cross-entropy, bit for bit as :func:`linear_cross_entropy`, and each target's rank among all words.
+    """Linear cross-entropy, bit for bit as :func:`linear_cross_entropy`, and each target's rank in the vocabulary.
 
     Ranks are counted from the logits of each chunk, which costs one more pass over them, but no matrix product.
 
@@ -85,13 +85,13 @@ def linear_cross_entropy_with_ranks(
         targets: int64 [...]; :data:`IGNORE` where nothing is predicted.
         rows: C; ``None`` chooses by device and V.
         keep: whether to keep the logits; ``None`` decides by their number.
-        softcap: see :func:`linear_cross_entropy`.
+        softcap: each logit x becomes ``softcap * tanh(x / softcap)``; ``None`` for no cap.
 
     Returns:
         The loss, and the ranks int64 [...]: the number of logits larger than the target's. So 0 is a correct
-        prediction, and less than k means that the target is one of the k most probable words; words as probable as the
-        target do not count. The rank is V where the target's logit is NaN, and -1 where the target is :data:`IGNORE`.
-        Counts over parts of the vocabulary add up.
+        prediction, and less than k means that the target is one of the k most probable tokens; tokens as probable as
+        the target do not count. The rank is V where the target's logit is NaN, and -1 where the target is
+        :data:`IGNORE`.
     """
     rows, keep = chunks_of(hidden, weight, targets, rows, keep)
     dtype = autocast_dtype(hidden)
@@ -114,11 +114,11 @@ class CountsRanks(Protocol):
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss, see :func:`linear_cross_entropy`."""
+        """Compute the loss of each target, as :func:`linear_cross_entropy` does."""
         ...
 
     def with_ranks(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute loss and token ranks, see :func:`linear_cross_entropy_with_ranks`."""
+        """Compute the loss and the rank of each target, as :func:`linear_cross_entropy_with_ranks` does."""
         ...
 
 
@@ -171,12 +171,12 @@ def uncap_(grad: Tensor, logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _chunk_loss(logits: Tensor, words: Tensor) -> Tensor:
-    """Loss [C] of logits [C, V] and words int64 [C, 1]."""
+    """Loss [C] of logits [C, V] and target ids int64 [C, 1]."""
     return -functional.log_softmax(logits, dim=-1, dtype=wide_of(logits.dtype)).gather(1, words).squeeze(1)
 
 
 def _chunk_grad(logits: Tensor, words: Tensor, grad_loss: Tensor) -> Tensor:
-    """Gradient ``(softmax(logits) - onehot(word)) * grad_loss``, [C, V] as the logits; grad_loss is [C, 1]."""
+    """Gradient ``(softmax(logits) - onehot(target)) * grad_loss``, [C, V] as the logits; grad_loss is [C, 1]."""
     grad = functional.softmax(logits, dim=-1, dtype=wide_of(logits.dtype))
     grad.scatter_add_(1, words, grad.new_full((1, 1), -1.0).expand_as(words))
     # Write the narrow tensor directly: a product in place and a cast would read and write the wide tensor again.
@@ -194,7 +194,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunk_ranks(logits: Tensor, words: Tensor) -> Tensor:
-    """Number [C] of logits [C, V] that are NaN or larger than the logit of the word int64 [C, 1]."""
+    """Number [C] of logits [C, V] that are NaN or larger than the target's logit; V if the target's logit is NaN."""
     return logits.shape[1] - (logits <= logits.gather(1, words)).sum(1)
 
 

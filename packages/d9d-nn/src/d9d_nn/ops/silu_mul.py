@@ -1,4 +1,4 @@
-"""Op ``silu_mul``: the gate of SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer", equation 6)."""
+"""Op ``silu_mul``: ``silu(gate) * up`` of SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer", equation 6)."""
 
 from __future__ import annotations
 

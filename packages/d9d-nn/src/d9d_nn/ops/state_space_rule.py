@@ -31,7 +31,7 @@ def state_space_rule(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, doc
 
     Args:
         x: [B, S, N, D].
-        dt: float32 [B, S, N], steps; not negative.
+        dt: float32 [B, S, N], step sizes; not negative.
         A: float32 [N], finite rates; not positive.
         B: [B, S, G, D_s].
         C: [B, S, G, D_s].
@@ -92,7 +92,7 @@ def chunked_with_state(
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept floating-point dtypes; the reference makes a step for each position."""
+    """Accept floating-point dtypes; preferred to the reference, which loops over the positions."""
     if signature.dtype not in FLOATS:
         return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(FLOATS)}")
     return Decision(accept=True, reason=f"products within chunks of {CHUNK} positions", priority=10)

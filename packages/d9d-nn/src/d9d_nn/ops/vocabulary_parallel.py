@@ -1,13 +1,13 @@
 """Op ``vocabulary_parallel_cross_entropy``: output projection and loss if the vocabulary is sharded over ranks.
 
-No rank ever has the logits of all words: each rank computes the logits of its own words, and ranks exchange three
-numbers per token (Shoeybi et al. 2019, "Megatron-LM", section 3, which fuses the head with the loss).
+No rank ever has the logits of the whole vocabulary: each rank computes the logits of its rows of the weight, and ranks
+exchange four numbers per token (Shoeybi et al. 2019, "Megatron-LM", section 3, which fuses the head with the loss).
 
 A backend computes the passes over the logits, and calls :func:`merge_statistics` and :func:`merge_ranks` to
 communicate, so that every backend runs the collectives that the head declares. The function of a backend takes the
 arguments of :class:`VocabularyParallelCrossEntropy`, which describe a rank's shard, and returns the loss function.
 
-Shapes: T tokens, H features, V words of a rank, C tokens of a chunk.
+Shapes: T tokens, H features, V token ids (rows of the weight) of this rank, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from d9d_nn.ops.linear_cross_entropy import (
     wide_of,
 )
 
-#: Rank where nothing is predicted.
+#: Token rank of positions where nothing is predicted.
 IGNORED_RANK = -1
 
 
 class VocabularyParallelCrossEntropy:
-    """Vocabulary-parallel :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`: each rank has some words.
+    """Vocabulary-parallel :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`: ranks shard the vocabulary.
 
     Logits are computed again in the backward, chunk by chunk, unless they are few.
 
     Args:
-        first: first word of this rank's share.
-        group: process group over which the words are sharded.
-        softcap: see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+        first: first token id of this rank's shard.
+        group: process group over which the vocabulary is sharded.
+        softcap: each logit x becomes ``softcap * tanh(x / softcap)``; ``None`` for no cap.
 
     Attributes:
-        first: first word of this rank's share.
-        group: process group over which the words are sharded.
-        softcap: see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+        first: first token id of this rank's shard.
+        group: process group over which the vocabulary is sharded.
+        softcap: each logit x becomes ``softcap * tanh(x / softcap)``; ``None`` for no cap.
     """
 
     def __init__(self, first: int, group: dist.ProcessGroup, softcap: float | None = None) -> None:
@@ -67,8 +67,8 @@ class VocabularyParallelCrossEntropy:
 
         Args:
             hidden: [..., H].
-            weight: [V, H], the rank's share; V may be zero.
-            targets: int64 [...], words of the whole vocabulary; ``IGNORE`` where nothing is predicted.
+            weight: [V, H], the rank's shard; V may be zero.
+            targets: int64 [...], ids in the whole vocabulary; ``IGNORE`` where nothing is predicted.
             rows: C; ``None`` chooses by device and V.
             keep: whether to keep the logits; ``None`` decides by their number.
 
@@ -84,7 +84,7 @@ class VocabularyParallelCrossEntropy:
     def with_ranks(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the losses as in a call, and the ranks of the targets among all words, int64 [...].
+        """Compute the losses as in a call, and the ranks of the targets in the whole vocabulary, int64 [...].
 
         See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`. Collective over the group.
         """
@@ -110,8 +110,8 @@ class VocabularyParallelSlot(OpSlot):
     With a soft cap, the op has another name, so that no backend can ignore the soft cap.
 
     Args:
-        share: share of this rank.
-        softcap: see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+        share: this rank's shard of the vocabulary.
+        softcap: each logit x becomes ``softcap * tanh(x / softcap)``; ``None`` for no cap.
     """
 
     def __init__(self, share: VocabularyShare, softcap: float | None = None) -> None:
@@ -125,7 +125,7 @@ class VocabularyParallelSlot(OpSlot):
 
 
 class Merged(NamedTuple):
-    """Softmax statistics of the logits of all words, the same on all ranks. All but the losses are [T].
+    """Softmax statistics over the whole vocabulary, the same on all ranks. All but the losses are [T].
 
     Attributes:
         losses: float32 or wider [...]; zero where nothing is predicted, NaN where a target is not in the vocabulary.
@@ -143,23 +143,23 @@ class Merged(NamedTuple):
 def merge_statistics(
     highest: Tensor, total: Tensor, own: Tensor, mine: Tensor, targets: Tensor, group: dist.ProcessGroup
 ) -> Merged:
-    """Merge the softmax statistics of all shares of the vocabulary, in two all-reduces. Collective over the group.
+    """Merge the softmax statistics of all shards of the vocabulary, in two all-reduces. Collective over the group.
 
     Args:
-        highest: largest logit of the rank's words, float32 or wider [T]; from a rank without words, a value that is at
-            most the smallest logit.
-        total: sum of ``exp(logit - highest)``, of the same dtype [T].
-        own: logit of the target if the rank has the word, else 0, of the same dtype [T].
-        mine: whether the rank has the target, bool [T].
-        targets: int64 [...], words of the whole vocabulary; ``IGNORE`` where nothing is predicted.
-        group: process group over which the words are sharded.
+        highest: largest logit of the rank's shard, float32 or wider [T]; from a rank with an empty shard, a value that
+            is at most the smallest logit of the other ranks.
+        total: sum of ``exp(logit - highest)`` over the rank's shard, of the same dtype [T].
+        own: logit of the target if its id is in the rank's shard, else 0, of the same dtype [T].
+        mine: whether the target's id is in the rank's shard, bool [T].
+        targets: int64 [...], ids in the whole vocabulary; ``IGNORE`` where nothing is predicted.
+        group: process group over which the vocabulary is sharded.
 
     Raises:
         IndexError: a target is not in the vocabulary, and the tensors are on a CPU.
     """
     most = highest.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    # The total of a rank without words is 0. An infinite maximum gives a loss of NaN, as in the reference.
+    # The total of a rank with an empty shard is 0. An infinite maximum gives a loss of NaN, as in the reference.
     sums = torch.stack([torch.where(total > 0, total * (highest - most).exp(), total), own, mine.to(own.dtype)])
     dist.all_reduce(sums, group=group)
     words = targets.flatten()
@@ -176,29 +176,30 @@ def merge_statistics(
 
 
 def merge_ranks(counts: Tensor, targets: Tensor, group: dist.ProcessGroup) -> None:
-    """Add up the ranks of targets among the words of all shares, in place. Collective over the group.
+    """All-reduce the token ranks, which each process counted in its shard of the vocabulary. Collective over the group.
 
     Args:
-        counts: int64, of the shape of ``targets``: number of logits of the rank's words that are not at most the
-            target's. Becomes the number for all words, and :data:`IGNORED_RANK` where nothing is predicted.
-        targets: int64 [...].
-        group: process group over which the words are sharded.
+        counts: int64, of the shape of ``targets``: number of logits in this process's shard that are larger than the
+            target's logit, or NaN. Overwritten by the number in the whole vocabulary, which is the token rank, and by
+            :data:`IGNORED_RANK` where nothing is predicted.
+        targets: int64 [...], ids in the whole vocabulary; ``IGNORE`` where nothing is predicted.
+        group: process group over which the vocabulary is sharded.
     """
     dist.all_reduce(counts, group=group)
     counts.masked_fill_(targets == IGNORE, IGNORED_RANK)
 
 
 def gather_words(logits: Tensor, words: int, share: VocabularyShare) -> Tensor:
-    """All-gather logits of shares of the vocabulary. Collective over the share's group, forward only.
+    """All-gather the logits of all shards of the vocabulary. Collective over the share's group, forward only.
 
     Args:
-        logits: [..., V] of this rank's words; the first ranks have the most words, as in DTensors.
-        words: number of words of the whole vocabulary.
-        share: share of this rank.
+        logits: [..., V], logits of this rank's shard. All shards are equally large but the last ones, as in DTensors.
+        words: size of the whole vocabulary.
+        share: this rank's shard of the vocabulary.
 
     Returns:
-        [..., words]. All ranks must compute the same result from these logits, because the backward keeps on
-        each rank only the gradient of its own words.
+        [..., words]. All ranks must compute the same loss from these logits, because the backward keeps on each rank
+        only the gradient of its own shard.
     """
     out: Tensor = _GatherWords.apply(logits, words, share)
     return out
@@ -285,7 +286,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, kept: Tensor | None, rows: int, softcap: float | None) -> Any:
-    """Yield chunks of tokens and their logits [C, V]; no chunk if this rank has no words."""
+    """Yield chunks of tokens and their logits [C, V]; no chunk if this rank's shard is empty."""
     for start in range(0, len(hidden) if len(weight) else 0, rows):
         chunk = slice(start, start + rows)
         yield chunk, capped(functional.linear(hidden[chunk], weight), softcap) if kept is None else kept[chunk]

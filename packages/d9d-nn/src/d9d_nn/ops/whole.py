@@ -20,10 +20,12 @@ R = TypeVar("R")
 
 
 class WholeSlot(OpSlot):
-    """Slot of an op that replaces a whole method of a module; see :func:`in_one_op`.
+    """Slot of an op that replaces a whole method of a module; :func:`in_one_op` decorates the method.
 
     Args:
-        op, reference, facts: see :class:`~d9d_core.kernel.OpSlot`.
+        op: name of the op.
+        reference: PyTorch reference of the op, which runs on every device.
+        facts: other arguments of :class:`~d9d_core.kernel.OpSlot`.
         arguments: function of the module and the inputs of the method that returns the arguments of the op.
         fits: function of the module that returns whether a backend computes the same as the method in this call.
     """

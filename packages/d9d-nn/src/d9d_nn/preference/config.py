@@ -25,7 +25,7 @@ class DpoConfig(PluginConfig):
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Probability that the texts of a pair are swapped (Mitchell 2023, "cDPO"); for ``sigmoid``."""
     reference: Literal["auto", "without_adapter", "copy", "stored"] = "auto"
-    """The frozen model. ``without_adapter``: the trained model without the terms of ``peft``, which needs no memory.
+    """The frozen model. ``without_adapter``: the trained model without its adapter (``peft``), which needs no memory.
     ``copy``: a copy of the model at the start of the run. ``stored``: the model at the start of the run, run once over
     all data before the first step. ``auto``: ``without_adapter`` if there is an adapter, else ``copy``."""
 

@@ -16,7 +16,7 @@ _READS = ("chosen_rewards", "rejected_rewards")
 
 
 class PreferenceMetric:
-    """Metric of preferences since the last reset: mean implicit rewards, margin, share of pairs in the right order.
+    """Metric of preferences since the last reset: mean rewards and margin, and how often the chosen text has more.
 
     Reads the observations ``chosen_rewards`` and ``rejected_rewards``, float [B] each, of the task ``dpo``.
 
@@ -26,7 +26,7 @@ class PreferenceMetric:
 
     def __init__(self, config: PreferenceMetricConfig) -> None:
         self.config = config
-        # Sums of chosen rewards, rejected rewards and pairs in the right order, and the number of pairs.
+        # Sums of chosen and of rejected rewards, number of pairs whose chosen text has the higher one, number of pairs.
         self._sums, self._empty = torch.zeros(4, dtype=torch.float64), True
 
     @property
@@ -55,7 +55,7 @@ class PreferenceMetric:
         self._empty = False
 
     def state(self) -> dict[str, Tensor]:
-        """Sums of chosen rewards, rejected rewards and pairs in the right order, and the number of pairs: [4]."""
+        """Sums of chosen and rejected rewards, number of pairs with a higher chosen reward, number of pairs: [4]."""
         return {"sums": self._sums}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

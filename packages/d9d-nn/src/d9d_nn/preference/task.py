@@ -30,9 +30,9 @@ from d9d_nn.preference.sums import summed
 from d9d_nn.text_task import TextTask
 
 _TERM = "dpo"
-#: Number of targets of each text, int64 [2B], if a rank has only some positions.
+#: Field with the number of targets of each text, int64 [2B]; given if this rank has only some positions.
 _TARGETS = "text_targets"
-#: Log-probabilities of the texts from the reference model; the first pass adds them to a microbatch.
+#: Field with the reference model's log-probabilities [B, 2]; the first pass adds it to a microbatch.
 REFERENCE = "reference_logps"
 
 

@@ -40,7 +40,7 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         head_dim: D, or the number of features of a head that rotate.
-        theta: the longest wavelength is ``2 pi theta``.
+        theta: base of the frequencies.
         scaling: change of frequencies for sequences longer than in pretraining.
         magnitude: multiplies cosine and sine, so its square multiplies the scores of attention.
 
@@ -89,7 +89,7 @@ class LayerRotations(nn.Module):
         ropes: settings of the rotary positions of each layer.
 
     Raises:
-        BuildError: see :class:`RotaryEmbedding`.
+        BuildError: NTK scaling, static or dynamic, of heads with a single pair.
     """
 
     def __init__(self, head_dim: int, ropes: Sequence[Rope]) -> None:
@@ -108,8 +108,8 @@ class LayerRotations(nn.Module):
         Args:
             positions: int64 [B or 1, S].
             lengths: int64 [B], positions of each right-padded sample; ``None`` if there is no padding.
-            counted: value that determines the positions, such as their number if they count from 0. The last rotations
-                with such a value are kept: they need no launches, and CUDA graphs find them at one address.
+            counted: value that determines ``positions``, such as their number if they count from 0. If the next call
+                has the same value, it returns the same tensors: no kernel launches, fixed addresses for CUDA graphs.
         """
         key = None if counted is None or lengths is not None else (counted, positions.shape, positions.device)
         if key is not None and self._counted is not None and self._counted[0] == key:

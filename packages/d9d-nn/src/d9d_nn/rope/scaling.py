@@ -72,7 +72,8 @@ class YarnScaling(_Scaling):
     """Multiplies cosine and sine, so its square multiplies the scores; null uses the formula fitted in the paper."""
 
     mscale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """With ``mscale_all_dim``, the attention factor is the quotient of both formulas (DeepSeek-V2)."""
+    """With ``mscale_all_dim``, the attention factor is ``m(mscale) / m(mscale_all_dim)`` with
+    ``m(x) = 0.1 x ln(factor) + 1`` (DeepSeek-V2)."""
 
     mscale_all_dim: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """See ``mscale``; one without the other is refused."""
@@ -132,7 +133,7 @@ class Rope(NamedTuple):
     Attributes:
         theta: base of the frequencies.
         scaling: scaling beyond the lengths of pretraining; ``None`` for no scaling.
-        magnitude: factor of rotated queries and keys.
+        magnitude: factor by which rotated queries and keys are multiplied.
         features: number of features at the start of a head that rotate; ``None`` for all.
     """
 
@@ -144,7 +145,7 @@ class Rope(NamedTuple):
 
 _SCALING: TypeAdapter[_AnyScaling] = TypeAdapter(RopeScaling)
 
-#: Fields of config.json next to a scaling: other fields of our config, or the two spellings of its type.
+#: Fields of ``rope_parameters`` that are not fields of a scaling here: other settings, and two spellings of its type.
 _BESIDE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -189,7 +190,7 @@ def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None
-    # Files write null for defaults.
+    # A null in a config.json means the default.
     values = {key: value for key, value in parameters.items() if key not in _BESIDE and value is not None}
     original = values.pop(_ORIGINAL, max_positions)
     if kind not in ("linear", "ntk"):

@@ -71,7 +71,7 @@ def _stretched(theta: float, scaling: DynamicScaling, length: int | Tensor, head
 
 def _yarn(plain: Tensor, scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
     def pair_that_turns(times: float) -> float:
-        """Index (a real number) of the pair that makes ``turns`` full rotations within the original maximum length."""
+        """Index (a real number) of the pair that makes ``times`` full rotations within the original maximum length."""
         return head_dim * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)

@@ -46,7 +46,7 @@ class Mamba2(nn.Module):
         bias: whether the projections have biases.
         conv_bias: whether the convolutions have biases.
         norm_before_gate: whether the norm comes before the gate, as in Falcon-H1, instead of after it, as in Mamba-2.
-        time_step_limit: smallest and largest step.
+        time_step_limit: smallest and largest step size ``softplus(dt + dt_bias)``.
 
     Raises:
         ValueError: the number of heads is no multiple of the number of groups, or the limits of the steps are no range.

@@ -69,7 +69,7 @@ class Updates:
         )
 
     def _weight_updates(self, block: BlockCost) -> Iterator[tuple[Update, float]]:
-        """Costs of updating each weight of a block, with its temporary bytes, and the parameters that no op names."""
+        """Cost of updating each weight of a block, with its temporary bytes; then of parameters that no op lists."""
         assert self.cost.of_weight is not None
         left = {
             False: block.count * (block.parameters - block.frozen),
@@ -90,11 +90,12 @@ class Updates:
         yield self._update(left[True], self.expert_shards, self.cost), 0.0
 
     def _matrix(self, weight: Weight, number: float, cost: OptimizerCost) -> Update:
-        """Cost of updating equal weights whose full matrices may have to be sent to the ranks that update them."""
+        """Cost of updating ``number`` elements of equal weights, whose full matrices may have to be sent to a rank."""
         ranks = self._ranks(weight)
         update = self._update(number, ranks, cost)
         split = self.tensor if weight.cut is not None else 1
-        if weight.kind == "bank" or not cost.exchanged or split * ranks == 1:  # banks are sharded between matrices
+        # Shards of stacked expert weights hold full matrices, so nothing is sent for them.
+        if weight.kind == "bank" or not cost.exchanged or split * ranks == 1:
             return update
         if split > 1 and ranks > 1:  # sharded in two ways: each rank updates the full matrix
             return update + Update(flops=(split * ranks - 1) * update.flops, exchanged=number * split * cost.exchanged)
@@ -113,10 +114,10 @@ class Updates:
 
 
 def uneven_shards(block: BlockCost, ranks: int) -> tuple[float, float]:
-    """Numbers of parameters, and of trained parameters, of a block on the rank with the most; without expert banks.
+    """Numbers of parameters, and of trained parameters, of a block on the rank with the most; experts are left out.
 
-    Rows are sharded unevenly: of 257 rows over four ranks, the first has 65. Parameters that no op names are counted
-    as evenly sharded.
+    Rows are sharded unevenly: of 257 rows over four ranks, the first has 65. Parameters that no op lists in its weights
+    are counted as evenly sharded.
     """
     largest, trained, left, left_trained = 0, 0, block.parameters, block.parameters - block.frozen
     for weight in (weight for op in block.ops for weight in op.weights if weight.kind != "bank"):

@@ -29,7 +29,7 @@ from d9d_planner.device import Device
 from d9d_planner.prediction import predict
 
 app = command_app()
-#: Parts of a job that a profile leaves out.
+#: Overrides that remove the parts of a job that a profile leaves out.
 _OMITTED = (
     "epochs=null", "evaluation=null", "checkpoint.every=null", "trackers=[]", "subscribers=[]", "metrics=[]",
     "export=false", "profiling=null",
@@ -49,7 +49,7 @@ def profile(
     nproc: Nproc = None,
     alone: Alone = False,
 ) -> None:
-    """Show the milliseconds of a step by kind of work, its waits, the cause, and changes that would help.
+    """Run some steps, and show how long each kind of work takes, what limits the speed, and changes that would help.
 
     Nothing is logged, evaluated or saved.
     """

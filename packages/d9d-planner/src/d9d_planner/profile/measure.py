@@ -24,11 +24,11 @@ class Measured:
     Attributes:
         step: seconds of a step, without a profiler.
         waits: seconds in which the step waits for its data.
-        host: seconds in which the host launches the work of the step.
+        host: seconds that the host spends in a step, without waits for data: it launches the kernels.
         tail: seconds that the device still computes after the host has launched all timed steps; 0 on a CPU.
         kinds: kind of work -> seconds, in steps recorded by a profiler. On a CPU, ``idle`` is the time in which no
             operation runs. On a GPU, whose kernels the profiler does not slow down, it is the rest of ``step``.
-        recorded: seconds that ``kinds`` divide: of a recorded step on a CPU, else ``step``.
+        recorded: sum of ``kinds``: seconds of a recorded step on a CPU, else about ``step``.
         tokens: tokens of a step, over all processes.
         memory: peak of the allocated bytes on a GPU; ``None`` on a CPU.
         on_device: whether ``kinds`` are times of a GPU.
@@ -94,7 +94,7 @@ def measure(trainer: Trainer, warmup: int, timed: int, recorded: int) -> Measure
 
 
 def _with_idle(kinds: Mapping[str, float], step: float) -> tuple[dict[str, float], float]:
-    """Seconds by kind of work, of which ``idle`` fills up the seconds of a step, and the seconds of the step."""
+    """Seconds by kind of work, with ``idle`` as the rest of the step, and their sum, at least ``step``."""
     busy = sum(taken for kind, taken in kinds.items() if kind != "idle")
     total = max(step, busy)
     return {**kinds, "idle": total - busy}, total

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def lines(found: Measured, job: Job, predicted: tuple[float | None, str]) -> Iterator[str]:
-    """Lines of a profile: the time of a step, its parts, its cause, advice, and the prediction.
+    """Lines of a profile: the time of a step, its parts, what limits the speed, advice, and the predicted time.
 
     Args:
         found: measured times of the first rank.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from d9d_planner.profile.measure import Measured
 
-#: Shares of a step from which on a cause counts.
+#: Fractions of a step's time above which a cause is reported.
 _WAITS, _IDLE, _IDLE_ON_CPU, _EXPOSED, _ELEMENTWISE, _OPTIMIZER = 0.1, 0.15, 0.4, 0.15, 0.4, 0.25
-#: Multiple of the predicted time of a step on a CPU from which on the starts of operations count as the cause.
+#: On a CPU, a step that takes more than this multiple of its predicted time is limited by the launch of operations.
 _STARTS = 4.0
-#: Share of a step that the device may compute after the last launch if it waited for the host before.
+#: If the device computes for more than this fraction of a step after the last launch, it was not waiting for the host.
 _TAIL = 0.5
 
 
@@ -40,7 +40,7 @@ def verdict(
     microbatches: int,
     processes: int,
 ) -> Verdict:
-    """Find the largest avoidable part of a step.
+    """Find what limits the speed of a step: the first cause in a fixed order that takes more than its fraction.
 
     Args:
         found: measured times.

@@ -12,11 +12,11 @@ from d9d_reports.runs.record import RunRecord
 
 Points = Sequence[tuple[int, float]]
 
-#: Largest number of points on a page, about a megabyte without plotly; and of one curve.
+#: Largest number of points of all curves on a page (about a megabyte), and of one curve.
 _ALL_POINTS, _MOST = 60_000, 1500
-#: Largest number of curves in a chart, to keep them distinguishable, and on a page.
+#: Largest number of curves of each run in a chart, to keep them distinguishable, and of all curves on a page.
 _CURVES, _ALL_CURVES = 16, 400
-#: Charts that come first, with their titles; others follow by name.
+#: Groups of series whose charts come first, with the charts' titles; other charts follow in the order of names.
 _FIRST: Mapping[str, str] = {
     "loss": "loss",
     "lr": "learning rate",
@@ -109,7 +109,7 @@ def _curves(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
 
 
 def _group(name: str, job: Mapping[str, Any]) -> str:
-    """Chart of a series: ``loss`` also shows ``eval/loss``."""
+    """Name of the chart that shows a series; the chart ``loss`` also shows ``eval/loss``."""
     parts = name.split("/")
     if parts[0] == "eval" and len(parts) > 1:
         section = job.get("evaluation")

@@ -22,9 +22,9 @@ _SIZES: Mapping[str, str] = {
     "experts_per_token": "experts per token",
     "vocab_size": "vocabulary",
 }
-#: Facts of the data in the order of the card.
+#: Names of the data's facts that the card shows, in this order.
 _AMOUNTS = ("documents", "conversations", "records", "samples", "tokens")
-#: Series with a value of memory, in the order of preference.
+#: Series of which the first logged one gives the peak memory.
 _MEMORY = ("memory/reserved_gib", "memory/allocated_gib", "memory/resident_gib")
 _EVALUATION = re.compile(r"eval/(?:(.+)/)?loss")
 

@@ -33,7 +33,10 @@ _MOST = 6000
 
 
 class Box(NamedTuple):
-    """Box of a chart: one computation of a rank, in units of a forward. Overlapped pairs are drawn forward first."""
+    """Box of a chart: one computation of a rank; times are in units of a forward.
+
+    An overlapped forward and backward are two boxes one after the other, the forward first.
+    """
 
     rank: int
     action: MicrobatchAction

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Fields that differ between all runs, and are not compared.
+#: Fields that are not compared, because they usually differ between any two runs.
 NAMES = ("run.name", "run.dir", "run.description")
 
 

@@ -89,7 +89,8 @@ def combine(
         overrides: assignments for all runs.
         policy: restrictions on plugins.
         directory: directory of the sweep; by default ``<run.dir>/<run.name>-sweep``.
-        checked: takes a function that loads a job for a number of processes; loads and checks the job.
+        checked: function that loads and checks the job of a combination; it gets a function that loads this job for a
+            number of processes.
 
     Raises:
         JobError: a field or value is invalid, two values are equal, or a field appears twice.

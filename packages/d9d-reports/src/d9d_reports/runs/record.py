@@ -31,7 +31,7 @@ class RunRecord:
     Attributes:
         directory: directory of the run.
         job: values of the job, all defaults filled in; empty if unreadable.
-        lines: logged values, each with ``step``.
+        lines: logged values by series, one mapping for each logged step, with the key ``step``.
         saved: step of the newest checkpoint; 0 without one.
         error: first line of the error that ended the last start.
         ending: contents of ``finished.json``; ``None`` if the run is unfinished.
@@ -62,7 +62,7 @@ class RunRecord:
 
     @cached_property
     def status(self) -> Status:
-        """Status of the run. A checkpoint distinguishes ``stopped`` from ``started``."""
+        """Status of the run. An unfinished run with no process or error is ``stopped``, or ``started`` if not saved."""
         if not self.job:
             return "damaged"
         checkpoints = _checkpoints(self.directory, self.job)

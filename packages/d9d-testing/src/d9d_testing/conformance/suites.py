@@ -13,7 +13,7 @@ from d9d_core.registry.entries import Entry
 
 #: Entry-point group whose modules hold a distribution's conformance suites.
 GROUP = "d9d.conformance"
-#: Kind in records for the suite of a whole declaration module.
+#: Name that stands for the kind of component in the suite of a whole declaration module.
 DECLARATIONS = "declarations"
 
 

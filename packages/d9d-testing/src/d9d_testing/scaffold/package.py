@@ -64,8 +64,8 @@ def write_plugin(directory: Path, name: str, kind: str) -> list[Path]:
 
     Args:
         directory: directory of the package; it must be absent or empty.
-        name: see :func:`plugin_files`.
-        kind: see :func:`plugin_files`.
+        name: name of the distribution, such as ``acme-metrics``.
+        kind: one of :data:`~d9d_testing.scaffold.kinds.KINDS`.
 
     Returns:
         Paths of the files, sorted.

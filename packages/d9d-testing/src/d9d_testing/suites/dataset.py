@@ -21,7 +21,7 @@ from d9d_testing.suites.support.resolved import given_by
 from d9d_testing.world import World
 
 _Plain = list[dict[str, Tensor]]
-#: Names that stand for int64 tensors (:mod:`d9d_core.data`).
+#: Names of microbatch fields that must be int64 (:mod:`d9d_core.data`).
 _INDICES = ("tokens", "targets", "positions", "documents", "lengths", "labels", "rows")
 
 

@@ -17,14 +17,14 @@ from d9d_testing.suites.support.component import ComponentSuite, configured
 
 #: Name that a folder of a user may have; a shell, a YAML reader and a template would each misread a part of it.
 _HOSTILE = 'it\'s "a" $(touch pwned) `touch pwned` ${HOME} %j {x} &a *b !c: - ;touch pwned #x'
-#: Text of a job file that ends the quotes, blocks and documents of other languages.
+#: Text of a job file that would end a quoted text, a here-document or a template into which a launcher copies it.
 _JOB = (
     "run: {name: run}\n# '\"$(touch pwned)`touch pwned`\n---\nEOF\n'EOF'\n{{ template }}\n"
     'description: "a\\"; touch pwned; \'x\' \\\\ \N{SNOWMAN}"\n\ttab: |\n  - "%s"\n\n'
 )
-#: Variables whose values a submission must not have.
+#: Environment variables whose values must not be in a submission.
 _SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "D9D_SECRET")
-#: Identifiers that no engine gives, as from a changed record.
+#: Identifiers of submissions that no engine gives; the file with the identifier may have been changed.
 _MALFORMED = ("", "; touch pwned", "--all", "$(touch pwned)", "a\nb", "../../x", "-1", "x" * 5000)
 
 

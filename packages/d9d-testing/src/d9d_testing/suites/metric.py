@@ -127,7 +127,7 @@ class MetricSuite(ComponentSuite):
             assert now == start, f"after {what} the state is {now}, at the start it is {start}; it must not change form"
 
     def test_reset_forgets_everything(self) -> None:
-        """After ``reset`` the metric is like a new one."""
+        """After ``reset``, the state equals a new metric's, and so do the values after further updates."""
         metric, fresh = self.updated([slice(0, self.samples)]), self.made()
         metric.reset()
         changed = differing(bits(fresh.state()), bits(metric.state()))

@@ -29,7 +29,7 @@ from d9d_testing.suites.support.watched_runs import (
 from d9d_testing.world import World
 
 _TOY = "d9d_testing.toy.plugin"
-#: Beginnings of names of files that the training loop writes, in the directory of runs.
+#: Paths of files and folders that the training loop itself writes, relative to the directory of runs.
 _OF_THE_LOOP = (
     "suite/checkpoints/", "suite/tokenizer/", "suite/job.yaml", "suite/plugins.json", "suite/facts.json",
     "suite/finished.json",

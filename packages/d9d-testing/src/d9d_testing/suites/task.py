@@ -76,7 +76,7 @@ class TaskSuite(ComponentSuite):
     # --- tests
 
     def test_weights_depend_on_the_microbatch_alone(self) -> None:
-        """Weights are known before the first backward, one per term, on the device."""
+        """The weights, one per loss term, are tensors that are known before the first backward without host reads."""
         task, batch = self.build(), self.whole()
         terms = dict(task.coefficients)
         assert terms, "coefficients is empty; name each loss term and its coefficient"

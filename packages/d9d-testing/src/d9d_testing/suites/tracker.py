@@ -40,7 +40,8 @@ _KINDS: Mapping[str, tuple[type, Callable[[], Any]]] = {
 }
 
 
-#: Names that labels of a dataset may cause: paths, control characters, half a surrogate pair, hundreds of characters.
+#: Names of series that may result from labels of a dataset: paths, control characters, half a surrogate pair, hundreds
+#: of characters.
 _ODD_NAMES = (
     *(".", "..", "", "f1/.", "a//b", "/a", "a/", "a/../b", "-", " a ", "_step", "step", "a\\b", "a:b", "a%2Fb", "100%"),
     *("nul\0", "bell\a\x1b[31m", "a\nb", "half \ud800", "\N{HIRAGANA LETTER A}" * 100, "x" * 10_000, "x" * 10_001),

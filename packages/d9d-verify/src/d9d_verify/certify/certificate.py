@@ -24,7 +24,7 @@ class Cell:
         name: name of the layout or feature.
         standing: ``exact`` up to rounding; ``refused`` with an error before training; ``differs``; or ``not
             applicable``.
-        detail: largest deviation, or the reason.
+        detail: largest deviation, or the reason for another standing than ``exact``.
     """
 
     name: str
@@ -40,8 +40,8 @@ class Certificate:
         model: name of the model plugin.
         model_type: ``model_type`` in Hugging Face files; ``None`` if the model has no Hugging Face format.
         config: SHA-256 of the config's canonical JSON.
-        versions: distribution -> version.
-        cells: results.
+        versions: name of an installed distribution -> its version.
+        cells: one result for each layout or feature.
     """
 
     model: str

@@ -1,6 +1,6 @@
 """Checks of a model in one process: parity with transformers, documents packed in a sample, export and import.
 
-Shapes: S positions, V words of the vocabulary.
+Shapes: S positions, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from d9d_verify.certify.certificate import Cell
 _FIRST, _LENGTH = 7, 16
 #: Largest differences of logits and of gradients, relative to the largest number, that rounding explains.
 _ROUNDING, _GRADIENTS = 1e-5, 1e-4
-#: Gradients below this share of the model's largest one are compared with the share.
+#: A gradient with only elements below this fraction of the model's largest gradient element is compared relative to
+#: this fraction of the largest element, not to its own largest element.
 _ZERO = 1e-3
-#: Largest change of logits by another document: products by expert round in another order for another routing.
+#: Allowed change of a document's logits when another document of the sample changes, relative to the largest logit. Not
+#: zero, because the other document's routing changes how products of experts are rounded.
 _LEAK = 1e-6
 
 

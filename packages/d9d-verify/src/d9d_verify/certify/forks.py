@@ -24,7 +24,7 @@ def forking_launch(patience: float) -> Launch:
     """Return a launch function that forks processes on Linux, and starts new interpreters on other systems.
 
     Args:
-        patience: seconds after which a layout's processes that have not ended are killed.
+        patience: seconds in which at least one more process of a layout must end; otherwise all are killed.
     """
     if sys.platform != "linux":  # elsewhere libraries do not survive a fork
         return launch_processes

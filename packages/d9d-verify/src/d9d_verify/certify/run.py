@@ -24,9 +24,9 @@ from d9d_verify.layouts import REFERENCE_LAYOUT, Layout, layout_values, scaled_m
 from d9d_verify.run import Launch, verify
 
 _STEPS = 2
-#: Words of a certified model's vocabulary, and seconds in which a layout must end.
+#: Largest vocabulary of a certified model, and seconds in which at least one more process of a layout must end.
 _WORDS, _PATIENCE = 128, 120.0
-#: Ranks of LoRA to try, because a rank may be larger than a matrix.
+#: Name of the check of LoRA, and LoRA ranks to try in this order, because a rank may be larger than a matrix.
 _LORA, _LORA_RANKS = "lora", (4, 1)
 #: Layouts and strategies of a certificate.
 LAYOUTS = (

@@ -16,7 +16,7 @@ from d9d_weights.files.atomic import json_bytes
 from d9d_weights.files.directory import MANIFEST, DirectoryStore
 from d9d_weights.files.safetensors import Written
 
-#: Bytes of the largest JSON file of a checkpoint, enough for thousands of ranks with thousands of tensors each.
+#: Limit of the size of a checkpoint's JSON files in bytes, enough for thousands of ranks with thousands of tensors.
 MAX_BYTES = 1 << 30
 _CHUNK = 1 << 22
 
@@ -36,7 +36,7 @@ def manifest_bytes(
         table: for each tensor name, its ``dtype``, ``shape``, and ``pieces`` with ``file``, ``key`` in the file,
             ``offset`` and ``shape``.
         files: other files of the checkpoint.
-        facts: further JSON values.
+        facts: further top-level JSON values of the manifest, by name.
     """
     described = {name: {"bytes": written.bytes, "sha256": written.sha256} for name, written in files.items()}
     content = {"format": FORMAT, "version": VERSION, "step": step, "tensors": table, "files": described, **facts}

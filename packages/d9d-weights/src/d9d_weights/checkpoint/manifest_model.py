@@ -88,14 +88,14 @@ class Plugin(_Part):
 
 
 class Score(_Part):
-    """Value of the series by which the best checkpoints are kept."""
+    """Name and value of the series that decides which checkpoints are the best ones to keep."""
 
     series: str
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Average(_Part):
-    """Optimizer state and factor from which evaluation weights are interpolated, together with the parameters."""
+    """Rule for evaluation weights: ``lerp(parameter, its optimizer state named slot, weight)``."""
 
     slot: str
     weight: Annotated[float, Field(strict=True, allow_inf_nan=False)]

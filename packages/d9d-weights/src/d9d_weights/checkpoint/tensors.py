@@ -55,7 +55,7 @@ class CheckpointTensors:
         self.manifest: dict[str, Any] = read_manifest(self._storage, name)
         table: Mapping[str, Any] = self.manifest["tensors"]
         self._everything = table
-        # Readers of the model alone get its evaluation weights.
+        # Readers of the model's tensors get its evaluation weights (such as an average), if these differ.
         self._average = self.manifest.get("average") if scope == _MODEL else None
         self._table = {key.removeprefix(scope): entry for key, entry in table.items() if key.startswith(scope)}
         self.specs = {

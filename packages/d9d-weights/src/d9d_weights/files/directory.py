@@ -16,7 +16,7 @@ from typing import BinaryIO, Protocol
 
 from d9d_weights.files.safetensors import Source
 
-#: File that makes a directory of a store exist; written last.
+#: File whose presence makes a directory of a store complete; written last.
 MANIFEST = "manifest.json"
 _SET_ASIDE = re.compile(r".+\.damaged(-[0-9]+)?")
 

@@ -34,7 +34,7 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, err
 _HELD = {errno.EAGAIN, errno.EACCES}
 #: Attempts, and seconds between them, because :func:`is_held` takes the lock for an instant.
 _ATTEMPTS, _PAUSE = 4, 0.05
-#: Most bytes of the holder's name in a lock file.
+#: Limit of the bytes read from a lock file, which names the process and host that hold the lock.
 _NAME = 200
 
 

@@ -15,9 +15,9 @@ from d9d_weights.graph.expressions import Value
 
 __all__ = ["Mapper", "Parallel", "Sequential"]
 
-#: Most problems that an error lists; a wrong prefix causes thousands.
+#: Largest number of problems that an error lists; a wrong prefix causes thousands.
 SHOWN = 20
-#: Most problems with a similar name as a hint; a search among 10,000 names takes half a second.
+#: Largest number of problems that suggest a similar name; a search among 10,000 names takes half a second.
 _HINTS = 3
 
 
@@ -101,9 +101,9 @@ class Effect:
     """Effect of a mapper on values.
 
     Attributes:
-        taken: mapper that took a value, by the value's name.
+        taken: names of the taken values, each with the name of the mapper that took it, for messages.
         made: results in order, by name.
-        fresh: names of results that keep their initial values.
+        fresh: names of results that keep their initial values, each with the name of the mapper that declared it.
         duplicates: taken tensors that are copies of other tensors.
     """
 

@@ -21,24 +21,24 @@ from d9d_weights.graph.mappers import Identity
 
 __all__ = ["DequantiseMXFP4"]
 
-#: Numbers of a group.
+#: Number of weights that share a scale.
 GROUP = 32
 #: Bytes of a group; each holds two numbers, the first one in its lower bits.
 BYTES = GROUP // 2
 #: Value of each code of 4 bits.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-#: Exponent that is stored as 0.
+#: A stored exponent is the exponent plus this.
 BIAS = 127
-#: Most numbers that are dequantised at a time, in float32.
+#: Largest number of weights that are dequantised at a time, in float32.
 _PART = 2**24
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Numbers of MXFP4 in float32; every result is exact in bfloat16, too.
+    """Convert weights from MXFP4 to float32; every result is exact in bfloat16, too.
 
     Args:
         blocks: uint8 [..., G, 16], two numbers in each byte.
-        scales: uint8 [..., G], exponents of two, plus 127.
+        scales: uint8 [..., G]: a group's weights are multiplied by ``2 ** (scale - 127)``.
 
     Returns:
         float32 [..., 32 * G].

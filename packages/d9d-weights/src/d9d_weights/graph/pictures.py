@@ -23,7 +23,7 @@ _VERBS = {
     "Placed": "distribute",
     "Computed": "compute",
 }
-#: Most digits of an index that is read as a number; a name may have any number of digits.
+#: Longest index, in digits, that is read as a number; a name may have any number of digits.
 _MAX_DIGITS = 9
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 
-#: Largest rank, most names in a list, and most characters of a name.
+#: Limits: rank of an adapter, number of names in a list, and characters of a name.
 _MAX_RANK, _MAX_NAMES, _MAX_NAME = 1 << 14, 1 << 14, 256
 _NAME = re.compile(r"[\w.-]+")
 #: Regular expressions with at most two ``.*`` and no other repetition, so that matching is fast.
@@ -75,7 +75,7 @@ def _are_patterns(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return sound
 
 
-#: Field -> whether its value is bounded; fields of adapters in general, of LoRA, and of (IA)3.
+#: Field -> function that returns whether a value is in bounds; for all adapters, for LoRA, and for (IA)3.
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("task_type", "revision", "base_model_name_or_path", "peft_version"), _is_text),
     "peft_type": lambda value: value in ("LORA", "IA3"),
@@ -93,7 +93,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "rank_pattern": _are_patterns(_is_rank),
     "alpha_pattern": _are_patterns(_is_number),
 }
-#: Fields that peft writes into every file and that have no effect here.
+#: Fields without effect here: with any value, and with the value that peft writes into every file by default.
 _DROPPED = frozenset({"auto_mapping"})  # names classes of the model, which is already known
 _UNUSED = {"megatron_core": "megatron.core", "qalora_group_size": 16}
 

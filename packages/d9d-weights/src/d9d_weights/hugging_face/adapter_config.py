@@ -34,7 +34,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.(?:lora_\w+|ia3_l)(?:\.weight)?"
 _OFF = (None, False, "", "none")
 #: Key of a pattern that is a module's name, or the last parts of one; ``^`` marks a whole name.
 _NAME = re.compile(r"\^?[\w-]+(?:\\?\.[\w-]+)*")
-#: Most regular expressions among the keys of a pattern, each of which is matched with each module.
+#: Largest number of regular expressions among the keys of a pattern; each is matched with the name of each module.
 _MOST_EXPRESSIONS = 256
 
 
@@ -69,9 +69,10 @@ def check_adapter_config(
 def module_values(
     config_json: Mapping[str, Any], field: str, modules: Iterable[str], default: float
 ) -> dict[str, float]:
-    """Values of an adapter's modules by ``rank_pattern`` or ``alpha_pattern``, as the ``peft`` library finds them.
+    """Rank or alpha of each module, by ``rank_pattern`` or ``alpha_pattern``, as the ``peft`` library finds it.
 
-    The first key counts that, as a regular expression, matches the whole name of the module or the rest after a dot.
+    The first key of the pattern wins that, as a regular expression, matches the module's whole name or its end after a
+    dot.
 
     Args:
         config_json: contents of ``adapter_config.json``.

@@ -51,7 +51,7 @@ def convert(
         files: further files.
         shard_bytes: maximum bytes of a weight file.
         threads: number of threads that read.
-        on_bytes: called with numbers of written bytes.
+        on_bytes: called after each written tensor, with its number of bytes.
 
     Raises:
         CheckpointError: a tensor cannot be read or written; no directory is left then.

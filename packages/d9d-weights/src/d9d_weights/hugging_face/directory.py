@@ -30,7 +30,7 @@ from d9d_weights.hugging_face.layout import (
 
 __all__ = ["ModelDirectory"]
 
-#: Beginning of the pointer file that git leaves for a large file that was not downloaded, and its largest size.
+#: First bytes of the pointer that Git LFS leaves for a file that was not downloaded, and its largest size in bytes.
 _LFS = b"version https://git-lfs"
 _LFS_BYTES = 1024
 
@@ -42,7 +42,7 @@ class ModelDirectory:
         directory: directory of the files.
         files: weight files in order, by file name.
         resources: stack that is closed with the directory.
-        on_bytes: called with numbers of bytes read from the files, in the reading thread.
+        on_bytes: called after each read from a file, with its number of bytes, in the reading thread.
 
     Raises:
         CheckpointError: two files contain a tensor of the same name.
@@ -81,7 +81,7 @@ class ModelDirectory:
 
         Args:
             location: a directory, or one ``.safetensors`` file; a local path or an fsspec address.
-            on_bytes: called with numbers of bytes read from the files, in the reading thread.
+            on_bytes: called after each read from a file, with its number of bytes, in the reading thread.
             weights: whether to open the weight files; without them the directory has no tensors.
 
         Raises:

@@ -44,7 +44,7 @@ class LanguageModel(Protocol):
 
     @property
     def added_tokens(self) -> int | Mapping[str, int]:
-        """Number of token ids at the end of the vocabulary whose embeddings are a separate parameter, or by name."""
+        """Number of last token ids with a separate weight, or such numbers by name for several separate weights."""
         ...
 
     @property
@@ -80,31 +80,31 @@ class Family:
 
     @property
     def language_model(self) -> str:
-        """Class name of the language model."""
+        """Name of transformers' class of the language model."""
         return self.causal_lm or f"{self.prefix}ForCausalLM"
 
     @property
     def classifier(self) -> str:
-        """Class name of the classifier of samples, which reads the last token."""
+        """Name of transformers' class that classifies samples, by the hidden state of their last token."""
         return f"{self.prefix}ForSequenceClassification"
 
     @property
     def token_classifier(self) -> str:
-        """Class name of the classifier of tokens."""
+        """Name of transformers' class that classifies tokens."""
         return f"{self.prefix}ForTokenClassification"
 
     @property
     def backbone(self) -> str:
-        """Class name of the model without heads."""
+        """Name of transformers' class of the model without heads."""
         return f"{self.prefix}Model"
 
 
 def vocabulary_parts(vocabulary: int, added: int | Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the parts of a vocabulary by name: ``regular``, then added tokens; empty for a vocabulary in one piece.
+    """Number of token ids of each separate weight, by name: ``regular``, then added tokens; empty for one weight.
 
     Args:
         vocabulary: number of token ids.
-        added: number of last token ids in a part called ``added``, or numbers by the names of several parts, in order.
+        added: number of last token ids with a weight called ``added``; or a map of names to numbers of ids, in order.
     """
     named = {"added": added} if isinstance(added, int) else dict(added)
     last = sum(named.values())

@@ -58,7 +58,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     ),
 }  # fmt: skip
 
-#: Fields -> accepted values, which d9d computes anyway; other values are refused.
+#: Field -> values with which d9d's model computes the same as transformers' model; other values are refused.
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "attention_dropout": (0,),
@@ -79,7 +79,7 @@ _ADVICE: Mapping[str, str] = {
     "auto_map": "the files contain their own model code; take a model without code, or remove it if results are equal",
     "quantization_config": "these weights are quantized; take the weights that they were made from",
 }
-#: Most characters of a value in a message.
+#: Largest number of characters of a value that a message shows.
 _SHOWN = 80
 
 

@@ -50,7 +50,7 @@ def load_tensors(
         copies: process group of the ranks that hold the same plain tensors, for ``once``.
         group: process group whose ranks agree on success; collective over it. With ``once``, the group must contain all
             loading ranks, because ranks that received nothing would continue otherwise.
-        on_bytes: called with numbers of filled bytes of outputs, by any thread.
+        on_bytes: called by any thread after each filled window, with its number of bytes in the output's dtype.
 
     Raises:
         CheckpointError: a tensor cannot be read, on any rank; some targets are filled then.

@@ -86,9 +86,9 @@ def _correspondence(config: LanguageModel, stored: LanguageModel, layers: Sequen
 
 
 def _words(theirs: str, ours: str, config: LanguageModel, stored: LanguageModel) -> list[Mapper]:
-    """Mappers of a weight with one row per token; rows of each part of added tokens are a separate tensor.
+    """Mappers of a weight with one row per token id; in the model, groups of added tokens are separate tensors.
 
-    Files may end with any of the parts; the parts after it are new.
+    The vocabulary of the files may end after any group; later groups keep their initial values.
     """
     sizes = vocabulary_parts(config.vocab_size, config.added_tokens)
     if not sizes:

@@ -23,7 +23,7 @@ class ShardWriter:
         specs: specs of the file's tensors.
         layout: positions of the tensors.
         buffer: buffer for tensors that are not contiguous in host memory.
-        on_bytes: called with numbers of written bytes.
+        on_bytes: called after each write, with its number of bytes.
     """
 
     def __init__(

@@ -15,13 +15,14 @@ __all__ = ["check_tokenizer"]
 
 #: Sections whose steps change or add text or tokens.
 _PROGRAMS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-#: Most steps of a section, and most tokens that it adds to a text.
+#: Limits of a section: number of steps, and number of tokens that it adds to a text.
 _MOST_STEPS, _MOST_ADDED = 128, 1024
-#: Most characters of a text that a step adds, and of a text that it searches.
+#: Limits in characters: a text that a step adds, and a pattern that a step searches.
 _LONGEST_TEXT, _LONGEST_PATTERN = 256, 1 << 16
-#: Most characters that all replacements together make of one character.
+#: Limit of the number of characters that all replacements of a section together make of one character.
 _MOST_GROWTH = 64
-#: Bytes of the largest table of a SentencePiece normalizer, and of its longest replacement.
+#: Limits of a SentencePiece normalizer: its table of replacements may have 2 * _MOST_TABLE base64 characters (6 MiB
+#: decoded), and each replacement in the table _LONGEST_REPLACEMENT bytes.
 _MOST_TABLE, _LONGEST_REPLACEMENT = 1 << 22, 256
 
 
@@ -104,7 +105,10 @@ def _ids_of(step: Mapping[str, Any], piece: Any) -> int:
 
 
 def _check_table(text: Any, section: str) -> None:
-    """Refuse a SentencePiece table (a size, a trie, and zero-terminated texts) with long replacements."""
+    """Refuse a SentencePiece normalizer's table of replacements that is too large, or has a too long replacement.
+
+    The table is base64 of the trie's size (4 bytes), the trie, and the zero-terminated replacements.
+    """
     if not isinstance(text, str):
         return
     if len(text) > 2 * _MOST_TABLE:

@@ -21,7 +21,7 @@ from d9d_weights.hugging_face.shard import ShardWriter
 
 __all__ = ["ModelWriter"]
 
-#: Default limit of transformers.
+#: Largest size of a weight file in bytes, by default; the default of older releases of transformers.
 SHARD_BYTES = 5 * 10**9
 #: Header entry that transformers requires.
 _NOTES = {"format": "pt"}
@@ -37,7 +37,7 @@ class ModelWriter:
         directory: local path, replaced atomically, or fsspec address.
         specs: specs of all tensors of the model, equal on all ranks.
         shard_bytes: maximum bytes of tensors in a file; a larger tensor gets a file of its own.
-        on_bytes: called with numbers of written bytes.
+        on_bytes: called after each write, with its number of bytes.
         names: names of the files.
 
     Raises:

@@ -17,7 +17,7 @@ _PIPELINES = {
     "ForTokenClassification": "token-classification",
     "Model": "feature-extraction",
 }
-#: Most items of a list in a table.
+#: Largest number of items that a table shows of a list.
 _SHOWN = 20
 
 

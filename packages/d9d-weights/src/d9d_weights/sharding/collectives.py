@@ -91,7 +91,7 @@ def gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None, dst: int = 0
     """Gather tensors of any shapes on one rank. Collective over ``group``; synchronizes with the device.
 
     Args:
-        tensor: as for :func:`all_gather_tensors`.
+        tensor: any shape and at most 16 dimensions; the same dtype and kind of device on all ranks.
         group: process group; ``None`` for one process.
         dst: destination, as a rank of the group.
 
@@ -99,7 +99,8 @@ def gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None, dst: int = 0
         New tensors in rank order on ``dst``; ``None`` on other ranks.
 
     Raises:
-        ValueError: as for :func:`all_gather_tensors`, or the group has no rank ``dst``.
+        ValueError: dtypes differ, or a tensor has more than 16 dimensions, on all ranks; or the group has no rank
+            ``dst``.
     """
     _check_destination(group, dst)
     if group is None:
@@ -132,7 +133,7 @@ def gather_objects(value: Json, group: dist.ProcessGroup | None, dst: int = 0) -
     """Gather JSON values on one rank. Collective over ``group``; does not synchronize with the device.
 
     Args:
-        value: as for :func:`all_gather_objects`.
+        value: JSON value; NaN and infinity are allowed, tuples arrive as lists.
         group: process group with a backend for the CPU; ``None`` for one process.
         dst: destination, as a rank of the group.
 

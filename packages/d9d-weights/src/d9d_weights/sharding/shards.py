@@ -119,7 +119,7 @@ class Owners:
     Every rank computes the same result without communication.
 
     Args:
-        signatures: signatures of all ranks.
+        signatures: result of :func:`signature` on each rank, in the order of ranks.
 
     Raises:
         CheckpointError: ranks disagree about a tensor.

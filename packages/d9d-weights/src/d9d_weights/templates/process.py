@@ -18,9 +18,10 @@ from typing import Any
 
 __all__ = ["TemplateError", "TemplateLimits", "TemplateProcess"]
 
-#: Bytes of the largest answer: a rendering with the sandbox's most characters, in UTF-8 and escaped.
+#: Limit of an answer in bytes, enough for the largest rendering that the sandbox allows, in UTF-8 and escaped.
 _MAX_ANSWER = 1 << 27
-#: Consecutive renderings that may end the process; then a template is refused, because each may take the full time.
+#: Number of consecutive renderings that ended the process by a limit, after which all further ones are refused at once,
+#: because each may take the full time.
 _MOST_ENDED = 3
 _PACKAGES = ("d9d_weights", "jinja2", "markupsafe")
 _START = "import sys; sys.path[:0] = sys.argv[1:]; from d9d_weights.templates.worker import main; main()"

@@ -24,9 +24,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-#: Most characters of a rendered conversation and of any intermediate value; most elements of a list.
+#: Limit of the characters of a rendered conversation and of any intermediate value, and of the elements of a list.
 MAX_SIZE = 1 << 24
-#: Most bits of a whole number.
+#: Limit of the bits of a whole number.
 _MAX_BITS = 1 << 12
 #: Large widths in ``'%99999d' % x`` and ``'{:99999}'.format(x)``, and widths that are arguments.
 _WIDTH = re.compile(r"\d{5,}|%[^%]*\*|\{[^{}]*\{")

@@ -30,7 +30,7 @@ from d9d_nn.ops.attention.flex import compilable, compiled_alone
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-#: Attention to some keys: from query, key and value with heads before positions, and the mask, to output and sums.
+#: Function from query, key and value [B, heads, positions, D] and a block mask to the output and log-sum-exps.
 Attend = Callable[[Tensor, Tensor, Tensor, "BlockMask"], tuple[Tensor, Tensor]]
 
 _log = logging.getLogger("d9d.attention")
@@ -68,16 +68,16 @@ def build(signature: OpSignature) -> FlexBlocks:
 
 
 class FlexBlocks:
-    """FlexAttention blocks: attention of blocks of scores by ``flex_attention`` with block masks.
+    """FlexAttention blocks: ``flex_attention`` of a rank's queries with a block of keys, with block masks.
 
     Args:
-        attend: function that computes attention to some keys and its log-sum-exp.
-        of_one: do not read documents: each sample is one document, and no token sees the padding after it.
+        attend: function that computes attention to a block of keys, and its log-sum-exps.
+        of_one: whether to ignore documents: each sample is one document, and no token sees the padding after it.
         plain: function for calls without documents and windows; by default ``attend``.
         shares: :func:`shares_of`, possibly compiled.
 
     Attributes:
-        mask_kinds: see :mod:`d9d_core.attention`.
+        mask_kinds: kinds of masks that the function computes: all.
     """
 
     mask_kinds = MASK_KINDS
@@ -108,9 +108,9 @@ class FlexBlocks:
         """Make the block mask of all queries and all keys, so that the compiled function always gets one shape.
 
         Args:
-            queries: positions of the queries, in runs.
-            keys: positions of the keys, in runs.
-            documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
+            queries: positions of the queries, as contiguous ranges.
+            keys: positions of the keys, as contiguous ranges.
+            documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
             window: number of positions that a query sees, including its own; ``None`` for all.
             device: device of queries and keys.
             mask: kind of the mask.
@@ -165,12 +165,12 @@ class FlexBlocks:
 
         Args:
             grad: gradient of the larger attention's output, [B, Q, N, D].
-            query: as in :meth:`__call__`, like ``key``, ``value`` and ``mask``.
-            key: see ``query``.
-            value: see ``query``.
+            query: [B, Q, N, D].
+            key: keys of this block, [B, T, K, D].
+            value: values of this block, [B, T, K, D].
             out: output of the larger attention, [B, Q, N, D].
-            total: logarithm of the sum of exponentials of all scores of each query, [B, Q, N].
-            mask: see ``query``.
+            total: log-sum-exp of each query's scores over all keys of the larger attention, [B, Q, N].
+            mask: from :meth:`prepare`.
 
         Returns:
             Gradients of query, key and value, in their dtypes.
@@ -195,17 +195,17 @@ def shares_of(grad: Tensor, part: Tensor, of_part: Tensor, out: Tensor, total: T
     Args:
         grad: gradient of the larger attention's output, [B, N, Q, D].
         part: output of the block, [B, N, Q, D].
-        of_part: logarithm of the sum of exponentials of the block's scores, [B, N, Q].
+        of_part: log-sum-exp of each query's scores in the block, [B, N, Q].
         out: output of the larger attention, [B, N, Q, D].
-        total: logarithm of the sum of exponentials of all scores of each query, [B, N, Q].
+        total: log-sum-exp of each query's scores over all keys of the larger attention, [B, N, Q].
 
     Returns:
         Gradient of ``part`` in the dtype of ``grad``, and of ``of_part`` in the dtype of ``of_part``.
     """
     wide, weight = grad.to(of_part.dtype), (of_part - total).exp()  # zero for a query that sees none of these keys
     of_out = (wide * weight.unsqueeze(-1)).to(grad.dtype)
-    # Kernels subtract the product of the block's output and its gradient from the gradient of each probability, but the
-    # product of the whole output is needed: with the same rounding, the first cancels here.
+    # Kernels subtract rowsum(part * its gradient) from the gradient of each probability, but here rowsum(out * grad) of
+    # the larger attention is needed. The gradient of the log-sum-exp adds the difference, rounded as the kernels do.
     own = (of_out.to(wide.dtype) * part.to(wide.dtype)).sum(-1)
     return of_out, own - weight * (wide * out.to(wide.dtype)).sum(-1)
 

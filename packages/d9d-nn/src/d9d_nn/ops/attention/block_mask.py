@@ -27,7 +27,7 @@ def block_mask(
     About sixty small kernels make the mask, without waiting for the device and without compilation.
 
     Args:
-        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
+        documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
         length: S.
         window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
@@ -65,8 +65,8 @@ def queries_block_mask(
     """Block mask of queries at some positions and all S keys; see :func:`positions_block_mask`.
 
     Args:
-        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
-        queries: positions of the queries, in runs.
+        documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
+        queries: positions of the queries, as contiguous ranges.
         length: S.
         window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
@@ -90,9 +90,9 @@ def positions_block_mask(
     positions, and its keys too.
 
     Args:
-        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
-        queries: positions of the queries, in runs.
-        keys: positions of the keys, in runs.
+        documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
+        queries: positions of the queries, as contiguous ranges.
+        keys: positions of the keys, as contiguous ranges.
         window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
         mask: kind of the mask.

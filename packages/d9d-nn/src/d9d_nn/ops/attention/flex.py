@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _FLOATS = ("bfloat16", "float16", "float32")
-#: Higher than sdpa. On an H200 (4 x 4096, 16/8 heads of 128, forward and backward) sdpa with a mask takes 6.6 ms, flex
-#: 2.1 with 14 documents in a sample and 1.2 with 41; without documents sdpa takes 2.1, flex 3.2. For queries of some
-#: positions sdpa needs no mask if nothing else hides keys; then sdpa has a higher priority.
+#: Priority of this backend, above sdpa. On an H200 (4 x 4096 tokens, 16 query and 8 key/value heads of 128, forward and
+#: backward) sdpa with a mask takes 6.6 ms, flex 2.1 ms with 14 documents per sample and 1.2 ms with 41; without
+#: documents sdpa takes 2.1 ms and flex 3.2 ms. Exception: if ranks of ``cp`` hold the queries of some positions and no
+#: document or window hides keys, sdpa needs no mask, and its priority is above this one.
 PRIORITY = 15
-#: Widest head tested with its kernels.
+#: Largest number of features of a head for which the kernels of FlexAttention were tested.
 _WIDEST_HEAD = 256
 
 _log = logging.getLogger("d9d.attention")
@@ -108,12 +109,12 @@ class Flex:
         window: number of positions that a query sees, including its own; ``None`` for all.
         compiled: whether to compile attention; otherwise all scores are in memory at once, and nothing is skipped.
         plain: function for calls in which nothing would be skipped, with mask ``None``; by default FlexAttention.
-        of_one: do not read documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
+        of_one: whether to ignore documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
         softcap: soft cap of the scores; ``None`` for no cap.
         mask: kind of the mask.
 
     Attributes:
-        takes_any_values: true, see :class:`d9d_nn.ops.attention.slot.AttentionSlot`.
+        takes_any_values: true: values may have fewer features than keys.
         mask_kinds: the kind that the function was built for, see :mod:`d9d_core.attention`.
     """
 

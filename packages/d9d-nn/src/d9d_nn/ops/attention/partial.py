@@ -1,9 +1,8 @@
-"""Attention to a part of the keys by PyTorch's fused kernels, with the log-sum-exps that combine the parts.
+"""Attention to some of the keys by PyTorch's fused kernels, with the log-sum-exps that combine such partial results.
 
-Attention to all keys combines attention to parts of the keys, with outputs weighted by the exponentials of their
-log-sum-exps (Dao et al. 2022, "FlashAttention", section 3.1). The backward of a part needs the output and the
-log-sum-exps of the attention to all keys, which are passed to the kernels' backwards, and nothing from other parts
-(section B.2).
+The keys are divided into parts. The output of attention to all keys is the sum of the parts' outputs, each weighted by
+``exp(its log-sum-exp - log-sum-exp over all keys)`` (Dao et al. 2022, "FlashAttention", section 3.1). The backward of a
+part needs the output and the log-sum-exps of the attention to all keys, and nothing from other parts (section B.2).
 
 Shapes: B samples, Q queries and T keys of the part, N query heads, K key/value heads (N = K * G), D features of a head.
 """
@@ -18,7 +17,7 @@ from d9d_core.kernel import OpSignature
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-#: Widest head of the flash kernels; torch uses cuDNN's up to 128 or more.
+#: Largest number of features of a head in the flash kernels; torch uses cuDNN's kernels up to 128 or more.
 _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _CUDA_FLOATS = ("bfloat16", "float16")
@@ -47,7 +46,7 @@ class Rectangle:
     Attributes:
         queries: slice of its queries.
         keys: slice of its keys.
-        causal: query n sees keys 0 to n, with as many keys as queries; otherwise each query sees all keys.
+        causal: whether query n sees only keys 0 to n, with as many keys as queries; otherwise each query sees all keys.
     """
 
     queries: slice
@@ -59,11 +58,11 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
     """List rectangles that cover all visible scores of a causal mask without documents and windows.
 
     Args:
-        queries: positions of the queries, in runs of ascending order that do not overlap.
-        keys: positions of the keys, in runs. A run of queries lies in one run of keys, or overlaps no run.
+        queries: positions of the queries, as contiguous ranges in ascending order that do not overlap.
+        keys: positions of the keys, as contiguous ranges. A range of queries lies in one of them, or overlaps none.
 
     Raises:
-        ValueError: a run of queries overlaps a run of keys only partly.
+        ValueError: a range of queries overlaps a range of keys only partly.
     """
     if list(queries) == list(keys):
         whole = slice(0, sum(len(run) for run in queries))
@@ -83,7 +82,7 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
                 found.append(Rectangle(rows, slice(own, own + len(run)), causal=True))
             column += len(other)
         if before:
-            # One call computes neighbouring runs that see the same keys.
+            # One call computes neighbouring ranges of queries that see the same keys.
             last = next((one for one in found if not one.causal and one.queries.stop == row), None)
             if last is not None and last.keys.stop == before:
                 found.remove(last)
@@ -100,10 +99,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[
         query: [B, Q, N, D].
         key: [B, T, K, D].
         value: [B, T, K, D].
-        causal: query n sees keys 0 to n, and T = Q; otherwise each query sees all keys.
+        causal: whether query n sees only keys 0 to n, with T = Q; otherwise each query sees all keys.
 
     Returns:
-        Output [B, Q, N, D], and logarithm of the sum of exponentials of the scores [B, Q, N], float32 or wider.
+        Output [B, Q, N, D], and log-sum-exp of each query's scores over these keys, [B, Q, N], float32 or wider.
     """
     heads = _heads(query), _heads(key), _heads(value)
     if query.device.type == "cpu":
@@ -119,19 +118,20 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of queries, keys and values from one part of a larger attention.
+    """Compute the gradients that one part of the keys contributes to the backward of attention to all keys.
 
     Args:
-        grad: gradient of the larger attention's output, [B, Q, N, D].
-        query: as in :func:`attend`, like ``key``, ``value`` and ``causal``.
-        key: see ``query``.
-        value: see ``query``.
-        out: output of the larger attention, [B, Q, N, D].
-        total: logarithm of the sum of exponentials of all scores of each query, [B, Q, N].
-        causal: see ``query``.
+        grad: gradient of the output of attention to all keys, [B, Q, N, D].
+        query: [B, Q, N, D].
+        key: keys of this part, [B, T, K, D].
+        value: values of this part, [B, T, K, D].
+        out: output of attention to all keys, [B, Q, N, D].
+        total: log-sum-exp of each query's scores over all keys, [B, Q, N].
+        causal: whether query n sees only keys 0 to n of this part, with T = Q; otherwise each query sees all T keys.
 
     Returns:
-        Gradients of query, key and value, in their dtypes.
+        Gradients of query [B, Q, N, D], key and value [B, T, K, D], in their dtypes. The parts' gradients of ``query``
+        must be added up.
     """
     heads = _heads(query), _heads(key), _heads(value)
     if grad.stride() != out.stride() or out.stride(-1) != 1:  # cuDNN needs output and gradient in one layout

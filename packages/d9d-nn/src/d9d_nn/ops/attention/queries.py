@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from d9d_nn.ops.attention import partial
 from d9d_nn.ops.attention.partial import Rectangle, rectangles
 
-#: Start and end of a rectangle's queries and keys, and whether it is causal, since ops take only plain numbers.
+#: Rectangle as numbers, for custom ops: start and end of its queries, start and end of its keys, causal (0 or 1).
 Numbers = tuple[int, int, int, int, int]
-#: Piece of a dim: its length, and the rectangles that cover it, each with its place inside the rectangle.
+#: Piece of a dim: its length, and for each rectangle that covers it, the rectangle's index and the offset in it.
 Piece = tuple[int, tuple[tuple[int, int], ...]]
 
 
@@ -32,7 +32,7 @@ class QueryRectangles:
     """Rectangles of queries at some positions, used instead of a mask.
 
     Args:
-        queries: positions of the queries, in runs of ascending order.
+        queries: positions of the queries, as contiguous ranges in ascending order.
         length: S.
     """
 
@@ -40,7 +40,7 @@ class QueryRectangles:
         found = rectangles(queries, [range(length)])
         count = sum(len(run) for run in queries)
         self.numbers: tuple[Numbers, ...] = tuple(map(_numbers, found))
-        #: Pieces of the queries, which are runs, and of the keys; a piece is covered by the same rectangles throughout.
+        #: Pieces of the queries and of the keys; all positions of a piece are covered by the same rectangles.
         self.rows: tuple[Piece, ...] = _pieces([one.queries for one in found], count)
         self.columns: tuple[Piece, ...] = _pieces([one.keys for one in found], length)
         assert sum(len(reached) for _, reached in self.rows) == len(found)  # as all keys are one run
@@ -97,16 +97,16 @@ class _Attention(torch.autograd.Function):
 
 @torch.library.custom_op("d9d_nn::attention_of_queries", mutates_args=())
 def forward(query: Tensor, key: Tensor, value: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Attention in a rectangle. Takes whole tensors, because a compiled block would compute each slice separately.
+    """Attention in a rectangle. Slices inside, because a compiled block would copy each slice separately.
 
     Args:
         query: [B, Q, N, D].
         key: [B, S, K, D].
         value: [B, S, K, D].
-        numbers: first and last query and first and last key of the rectangle, and whether it is causal.
+        numbers: the rectangle, see :data:`Numbers`.
 
     Returns:
-        The output [B, P, N, D], and the logarithms of the sums of exponentials [B, N, P], float32 or wider; both
+        The output [B, P, N, D], and the log-sum-exps over the rectangle's keys [B, N, P], float32 or wider; both
         contiguous.
     """
     one = _rectangle(numbers)
@@ -123,12 +123,12 @@ def backward(
 
     Args:
         grad: gradient of the output of the attention to all keys, [B, Q, N, D].
-        query: as in :func:`forward`, like ``key``, ``value`` and ``numbers``.
-        key: see ``query``.
-        value: see ``query``.
+        query: [B, Q, N, D].
+        key: [B, S, K, D].
+        value: [B, S, K, D].
         out: output of the attention to all keys, [B, Q, N, D].
         total: log-sum-exps over all keys, for the rectangle's queries, [B, N, P].
-        numbers: see ``query``.
+        numbers: the rectangle, see :data:`Numbers`.
     """
     one = _rectangle(numbers)
     rows, columns = one.queries, one.keys

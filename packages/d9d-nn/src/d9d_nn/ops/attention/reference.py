@@ -85,12 +85,12 @@ def attention(
         query: [B, S, N, D].
         key: [B, S, K, D].
         value: [B, S, K, V].
-        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
+        documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
         sinks: [N], a learned score of each head that takes part in the softmax and has no value (OpenAI 2025,
             "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2); ``None`` for none.
-        window: a query sees a key iff ``0 <= query position - key position < window`` (Beltagy et al. 2020,
-            "Longformer", section 3.1, causal), or by the distance if the attention is bidirectional; ``None`` for all
-            keys.
+        window: a query sees a key only if ``0 <= query position - key position < window`` (Beltagy et al. 2020,
+            "Longformer", section 3.1, causal), or ``abs(query position - key position) < window`` if the attention is
+            bidirectional; ``None`` for all keys.
         softcap: each score x becomes ``softcap * tanh(x / softcap)`` before the softmax (Gemma team 2024, "Gemma 2",
             section 2); ``None`` leaves scores as they are.
         mask: kind of the mask, see :mod:`d9d_core.attention`.

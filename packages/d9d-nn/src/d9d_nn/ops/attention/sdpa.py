@@ -17,7 +17,8 @@ from d9d_nn.ops.attention import partial
 from d9d_nn.ops.attention.queries import QueryRectangles
 from d9d_nn.ops.attention.reference import visible
 
-#: Higher than flex: no mask is needed if ranks of cp hold queries of some positions, and nothing else hides keys.
+#: Priority, above that of flex, if ranks of ``cp`` hold the queries of some positions and no document or window hides
+#: keys: then sdpa needs no mask.
 _QUERIES_PRIORITY = 20
 _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
@@ -90,8 +91,8 @@ class Sdpa:
         window: number of positions that a query sees, including its own; ``None`` for all.
         grouped: whether the kernels without a mask accept grouped heads; otherwise heads are repeated.
         grouped_with_mask: whether the kernels with a mask accept grouped heads.
-        of_one: do not read documents, see :func:`of_one`.
-        in_rectangles: compute queries of some positions in rectangles of the score matrix, instead of with a mask.
+        of_one: whether to ignore documents, see :func:`of_one`.
+        in_rectangles: whether to compute queries of some positions in rectangles of the score matrix, without a mask.
         mask: kind of the mask.
 
     Attributes:
@@ -127,7 +128,7 @@ class Sdpa:
     def prepare_queries(
         self, documents: Documents, queries: Sequence[range], length: int, device: torch.device
     ) -> Tensor | QueryRectangles | None:
-        """Make the mask of queries at some positions, in runs: bool [B, 1, Q, S] with documents, else [Q, S].
+        """Make the mask of queries at some positions (contiguous ranges): [B, 1, Q, S] with documents, else [Q, S].
 
         With ``in_rectangles`` and no documents, returns the rectangles instead, which need no mask. ``None`` if each
         query sees all keys.

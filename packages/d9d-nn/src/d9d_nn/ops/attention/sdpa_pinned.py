@@ -31,8 +31,8 @@ class PinnedKernel:
         dtypes: supported dtypes.
         widest_head: maximum number of features of a head.
         head_multiple: the number of features of a head must be a multiple of this.
-        grouped: accepts grouped heads if there is no mask.
-        masks: accepts a mask.
+        grouped: whether it accepts fewer key/value heads than query heads, if there is no mask.
+        masks: whether it accepts a mask.
     """
 
     name: str

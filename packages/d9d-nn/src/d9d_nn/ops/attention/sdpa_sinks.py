@@ -43,7 +43,7 @@ class SinkSdpa:
 
     Args:
         window: number of positions that a query sees, including its own; ``None`` for all.
-        of_one: do not read documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
+        of_one: whether to ignore documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
         mask: kind of the mask.
 
     Attributes:
@@ -61,7 +61,7 @@ class SinkSdpa:
     def prepare_queries(
         self, documents: Documents, queries: Sequence[range], length: int, device: torch.device
     ) -> Tensor:
-        """Make the mask of queries at some positions, in runs: bool [B, 1, Q, S] with documents, else [Q, S]."""
+        """Make the mask of queries at some positions (contiguous ranges): [B, 1, Q, S] with documents, else [Q, S]."""
         places = torch.cat([torch.arange(run.start, run.stop, device=device) for run in queries])
         return self._mask(documents, length, device, places)
 

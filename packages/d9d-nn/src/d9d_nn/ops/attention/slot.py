@@ -18,7 +18,7 @@ from torch import Tensor
 
 from d9d_nn.ops.attention.reference import attention
 
-#: Backend, window and kind of a mask.
+#: Key by which layers share a mask: name of the backend, window, and kind of mask.
 MaskKey: TypeAlias = tuple[str, int | None, MaskKind]
 
 
@@ -27,11 +27,11 @@ class AttentionSlot(OpSlot):
 
     A bound function may have an attribute ``prepare(documents, length, device) -> mask``; its calls then get this mask
     instead of documents. Masks may be of any type, and slots with equal ``mask_key`` may share them. A function with
-    ``prepare_queries(documents, queries, length, device) -> mask`` can also compute queries at some positions, in runs
-    (``range``), as context parallelism by ``all_gather`` needs. Under context parallelism, the static fact
+    ``prepare_queries(documents, queries, length, device) -> mask`` can also compute queries at some positions, given as
+    a list of ``range``, as context parallelism by ``all_gather`` needs. With this method, the static fact
     ``own_queries`` is true, so that backends without ``prepare_queries`` can refuse. A function with a true attribute
-    ``takes_any_values`` computes values of another size than keys; other functions get padded values. A function
-    computes causal masks alone, unless its attribute ``mask_kinds`` names others; ``documents`` of kind ``blocks`` are
+    ``takes_any_values`` accepts values with fewer features than keys; other functions get padded values. A function
+    computes only causal masks, unless its attribute ``mask_kinds`` names others; ``documents`` of kind ``blocks`` are
     :class:`~d9d_core.attention.DocumentBlocks` if the microbatch has blocks.
 
     Args:
@@ -80,12 +80,12 @@ class AttentionSlot(OpSlot):
 
     @property
     def mask_key(self) -> MaskKey:
-        """Key for masks: backend, window and kind, on which a mask depends besides the documents."""
+        """Key of this slot's mask: backend, window and kind, on which a mask depends in addition to the documents."""
         return getattr(self._replacement, "backend", self.backend), self.static["window"], self.mask
 
     @property
     def takes_any_values(self) -> bool:
-        """Whether the bound function computes values of another size than keys."""
+        """Whether the bound function accepts values with fewer features than keys."""
         return self.backend == "reference" or getattr(self.function, "takes_any_values", False)
 
     def refusal(self, function: Callable[..., Any]) -> str | None:
@@ -122,10 +122,10 @@ class AttentionSlot(OpSlot):
         """Use a function instead of any backend, also to make the masks.
 
         Args:
-            function: may have ``prepare(documents, length, window, device)``, which makes the mask for its calls, and
-                then needs a name in ``backend``: masks of the same name and window are equal. Without ``prepare``,
-                there are no masks. If its ``mask_kinds`` name other kinds than causal, ``prepare`` gets the keyword
-                ``mask`` for these kinds.
+            function: may have ``prepare(documents, length, window, device)``, which makes the mask for its calls. Then
+                its attribute ``backend`` must be a name: slots with the same name, window and kind share a mask.
+                Without ``prepare``, there are no masks. If its ``mask_kinds`` name other kinds than causal,
+                ``prepare`` gets the keyword ``mask`` for these kinds.
 
         Raises:
             BuildError: the function does not compute this kind of mask.
@@ -140,7 +140,7 @@ class AttentionSlot(OpSlot):
         """Make the mask for calls.
 
         Args:
-            documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
+            documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
             length: S.
             device: device of queries and keys.
         """

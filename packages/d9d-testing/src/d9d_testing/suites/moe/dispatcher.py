@@ -85,7 +85,7 @@ class DispatcherSuite:
         """Compare each case with the sum over experts in one process."""
         for dtype, results in self.run(ranks, cases).items():
             within = TOLERANCES[getattr(torch, dtype)]
-            # Gradients of weights are products of whole rows, which may nearly cancel.
+            # The gradient of a routing weight is a sum over all features of a row, whose terms may nearly cancel.
             within = replace(within, atol=self.hidden**0.5 * within.atol)
             for number, case in enumerate(cases):
                 mine = [result[number] for result in results]

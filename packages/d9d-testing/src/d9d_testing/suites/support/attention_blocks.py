@@ -33,7 +33,7 @@ def attend_in_turns(slot: OpSlot, query: Tensor, key: Tensor, value: Tensor, doc
         query: [B, S, N, D].
         key: [B, S, K, D].
         value: [B, S, K, D].
-        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
+        documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
 
     Returns:
         Output [B, S, N, D].

@@ -41,7 +41,7 @@ def configured(kind: str, plugin: str | None, target: str, fields: Mapping[str, 
 
     Args:
         kind: kind in :data:`d9d_core.registry.hooks.KINDS`.
-        plugin: see :func:`registry_of`.
+        plugin: declaration module, or path of a single-file plugin; ``None`` for all installed plugins.
         target: name or ``distribution/name`` of the component.
         fields: config fields, as in a job file.
     """

@@ -1,6 +1,6 @@
 """Example microbatches, outputs and observations of first-party tasks.
 
-Shapes: B samples, S positions, C classes, V ids.
+Shapes: B samples, S positions, C classes, V token ids.
 """
 
 from __future__ import annotations

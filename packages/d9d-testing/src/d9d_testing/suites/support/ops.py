@@ -18,13 +18,14 @@ from d9d_testing.suites.support import calls
 from d9d_testing.suites.support.attention_blocks import attend_in_turns, block_slot
 from d9d_testing.suites.support.calls import Call
 
-#: Powers of two and their neighbours, for full tiles, masked tiles, and several rows per tile.
+#: Sizes of dimensions: powers of two and their neighbours, so that kernels have full tiles, masked tiles, and several
+#: rows per tile.
 _SIZES = (1, 2, 3, 7, 8, 16, 17, 31, 64, 65, 100, 129)
 
 
 #: Samples, positions, query heads, key/value heads, features, window, and whether samples hold several documents.
 AttentionSizes = tuple[int, int, int, int, int, int | None, bool]
-#: Calls of attention that is not causal.
+#: Sizes of the calls of attention that is not causal.
 _MASKED: Sequence[AttentionSizes] = (
     (2, 7, 4, 2, 8, None, False),
     (2, 9, 4, 2, 16, 3, False),
@@ -138,7 +139,7 @@ def _documents(call: Call) -> Any:
 
 def _rms_norms() -> Sequence[Call]:
     made = [calls.rms_norm(*shape) for shape in ((3, 5, 16), (1, 2), (7, 33), (2, 3, 1, 8), (0, 8))]
-    # So many rows of one sign that a weight gradient summed in bfloat16 stops growing.
+    # 3000 rows of the same sign: a weight gradient that a kernel sums in bfloat16 would stop growing.
     many = calls.rms_norm(3000, 8)
     positive = {"x": many.inputs["x"] + 2, "weight": many.inputs["weight"]}
     return [*made, replace(many, name=f"{many.name} around 2", inputs=positive)]
@@ -149,7 +150,7 @@ def _leading(random: Random) -> list[int]:
 
 
 def _rms_norm_at_random(random: Random) -> Call:
-    # Not one feature: it is normalised to its sign, so its gradient is a rounding error.
+    # At least two features: a single feature is normalised to its sign, so its gradient is only rounding error.
     return calls.rms_norm(*_leading(random), random.choice(_SIZES[1:]))
 
 
