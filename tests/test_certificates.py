@@ -177,6 +177,17 @@ def test_forked_ranks_say_why_they_end(tmp_path: Path) -> None:
     assert outputs == ["output-0.txt", "output-1.txt"]
 
 
+def test_forked_ranks_that_give_no_reason_are_told_by_their_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks = multiprocessing.get_context("fork")
+    server = SimpleNamespace(
+        set_forkserver_preload=lambda _: None, Process=lambda target, args: forks.Process(target=os._exit, args=(3,))
+    )
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: server)
+    assert forking_launch(30.0)(tmp_path, 1) == "exit status 3"
+
+
 def test_a_rank_that_does_not_end_is_stopped() -> None:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=sleep, args=(seconds,)) for seconds in (0.0, 60.0)]

@@ -145,6 +145,7 @@ def test_words_and_labels_stay_together(tmp_path_factory: pytest.TempPathFactory
     ("record", "fields", "message"),
     [
         ({"label": "a"}, {}, r"has no text in a field 'text' \(it has label\)"),
+        ({"text": " \n", "label": "a"}, {}, r"has no text in a field 'text' \(it has text, label\)"),
         ({"text": "x"}, {}, r"has no label in a field 'label' \(it has text\)"),
         ({"text": "x", "label": None}, {}, "label is empty"),
         ({"text": "x", "label": ["a"]}, {}, "label is a list"),

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from d9d_core.errors import DataError, JobError
+from d9d_core.errors import DataError, JobError, PluginError
 from d9d_core.events import CheckpointSaved, SaveReport, ValuesLogged
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.supervision.failure import Failure, FailureReporter
@@ -178,5 +178,5 @@ def test_the_job_is_loaded_with_the_plugins_of_the_submission(tmp_path: Path) ->
         name="a", job=str(job), options=["--plugin", str(tmp_path / "absent.py"), "--strict-plugins"], folder="",
         working_directory="", processes=1, resources={}, restarts=0, startup=1, address=None, export=[],
     )  # fmt: skip
-    with pytest.raises(Exception, match=r"absent\.py"):
+    with pytest.raises(PluginError, match=r"absent\.py"):
         load(order, 1)
