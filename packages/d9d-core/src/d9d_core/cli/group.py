@@ -158,7 +158,7 @@ class OpenGroup(typer.core.TyperGroup):
 
 
 class _Words(typer.core.TyperGroup):
-    """Group of the commands that begin with a word, such as ``new``, of all packages."""
+    """Group of all packages' commands with the same first word, such as ``new`` in ``d9d new job``."""
 
     def __init__(self, word: str, registry: Registry) -> None:
         found = (entry.spec.key for entry in registry.entries("command"))

@@ -37,7 +37,7 @@ class Pipeline:
         hosts: position along ``pp`` of the rank that holds each stage.
         ranks: size of ``pp``.
         layers: number of layers of each stage; ``None`` if the model decides.
-        kinds: types of actions in a step of the job.
+        kinds: types of the actions in a step of the job.
     """
 
     schedule: Schedule = single_stage

@@ -62,7 +62,7 @@ def evaluate(
     nproc: Nproc = None,
     alone: Alone = False,
 ) -> None:
-    """Evaluate a model on whole datasets: those of the job's evaluation section, the training data, or given files."""
+    """Evaluate a model on whole datasets: from the evaluation section, the training data, or given files."""
     policy = policy_of(plugin, no_plugins, strict_plugins)
 
     def load(world_size: int | None) -> tuple[Subject, Subject | None]:
