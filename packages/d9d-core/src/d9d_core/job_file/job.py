@@ -353,8 +353,8 @@ class JobConfig(BaseJob):
     nonfinite: Literal["error", "skip"] = "error"
     """Policy for a step with a NaN or infinite loss or gradient; such a step never changes the training state."""
     max_skipped: PositiveInt = 10
-    """Consecutive steps that ``nonfinite: skip`` may skip; one more ends the run with an error. The checkpoints before
-    the first skipped step of the run, and before these steps, are kept."""
+    """Number of consecutive skipped steps at which a run with ``nonfinite: skip`` ends with an error. The last
+    checkpoints before the run's first skipped step, and before these steps, are kept."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
     """Metrics that are computed over all training steps since the previous logged step."""
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(

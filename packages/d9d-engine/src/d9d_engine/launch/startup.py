@@ -20,11 +20,11 @@ from d9d_weights.files.atomic import write_text
 
 #: File in the run's directory with the command line and the seconds of the last start.
 FILE = "startup.json"
-#: Phase whose line is printed with the next one's, so that an invalid job prints its error only.
+#: Phase whose line is printed together with the next phase's line, so that an invalid job prints its error only.
 _BEFORE_JOB = "plugins"
 #: Phases that show their own bars and lines on a terminal.
 _OWN_BARS = ("data", "weights", "trainer", "first step", "progress", "first pack")
-#: Seconds from which a phase is named in a line.
+#: Smallest duration in seconds of a phase that printed lines name.
 _TOLD = 1.0
 #: Phase -> text of the live line.
 _DOING = {

@@ -257,7 +257,7 @@ class Trainer:
                 ``communicators`` (memory of NCCL); by default all of them.
 
         Returns:
-            Bytes of the tensors on this rank's device.
+            Number of bytes that tensors have released on this rank's device.
 
         Raises:
             TrainingError: a tag does not exist, or the method was called inside a step.
@@ -278,13 +278,15 @@ class Trainer:
         return freed
 
     def wake(self, *tags: Tag) -> int:
-        """Take device memory back; training then continues with the same state. Collective over all ranks.
+        """Allocate the released device memory again and restore its contents; training then continues as before.
+
+        Collective over all ranks.
 
         Args:
             tags: see :meth:`sleep`; tags that are awake are ignored.
 
         Returns:
-            Bytes of the tensors on this rank's device.
+            Number of bytes that tensors occupy again on this rank's device.
 
         Raises:
             torch.OutOfMemoryError: device memory is too small; nothing is lost, and the call can be repeated.

@@ -101,7 +101,9 @@ class AuxiliaryLosses:
 
 
 class Tallies:
-    """Tallies of modules, for metrics and for modules that adapt to them once per step.
+    """Tallies of modules, for metrics and for modules that adapt to their tallies once per step.
+
+    Tallies are sums that a module counts in its forward, such as the number of tokens of each expert.
 
     Args:
         stages: index -> stage of this rank, materialised.

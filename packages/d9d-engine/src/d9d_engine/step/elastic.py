@@ -20,7 +20,7 @@ class UndoneError(Exception):
 
 
 class SharedStep:
-    """Sums of a step over elastic replicas, of which each has run a part of the microbatches.
+    """Sums gradients, losses, metrics and tallies of a step over elastic replicas, which share its microbatches.
 
     Args:
         replicas: replicas that share the step.

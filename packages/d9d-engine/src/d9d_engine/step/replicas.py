@@ -1,4 +1,4 @@
-"""Replicas of the model that take their own optimizer steps, and their meetings."""
+"""Replicas of the model that take their own optimizer steps, and the meetings at which they become equal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Replicas:
         index: index of this rank's replica.
         count: number of replicas that take their own steps.
         differ: whether the parameters of the replicas differ.
-        group: process group of the ranks with the same part of the model in all replicas; ``None`` for one replica.
+        group: process group of the ranks that hold the same part of the model, one in each replica; ``None`` for one
+            replica.
         meetings: meetings of the replicas.
     """
 

@@ -67,12 +67,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class StepCollectives:
-    """Collectives of a step, and of a log entry, on one rank.
+    """Collectives of a step, and of a logged step's metrics, on one rank.
 
     Attributes:
         rank: number of the rank.
         entries: collectives of a step.
-        logged: collectives of a log entry, which merge metrics.
+        logged: collectives that merge the states of metrics when a step is logged.
         unknown: one line for each component that may communicate without a declaration.
     """
 
@@ -268,7 +268,7 @@ def _of_optimizer(selection: Selection, optimizer: Optimizer) -> Iterator[Entry]
 
 
 def _of_metrics(selection: Selection, topology: Topology, task: Task) -> Iterator[Entry]:
-    """Collectives of a log entry: one all-reduce of metric states for each operation and dtype."""
+    """Collectives of a logged step: one all-reduce of metric states for each operation and dtype."""
     metrics: list[Metric] = [instantiate(chosen, config) for chosen, config in selection.metrics]
     metrics += task.metrics().values() if isinstance(task, OwnsMetrics) else ()
     tensors: dict[str, Tensor] = {}
