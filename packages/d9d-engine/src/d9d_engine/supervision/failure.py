@@ -60,7 +60,7 @@ INTERRUPTED = "was interrupted"
 
 
 def what_happened(first: str) -> str:
-    """Clause about the rank that ended first, because of which others end: ``NAME failed``, ``NAME was interrupted``."""
+    """Clause about the rank that ended first and made others end: ``NAME failed`` or ``NAME was interrupted``."""
     return first if first.endswith(INTERRUPTED) else f"{first} failed"
 
 

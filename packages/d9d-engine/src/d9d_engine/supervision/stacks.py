@@ -1,4 +1,4 @@
-"""Stacks of this process's threads: what the training thread does, and whether it waits for other ranks.
+"""Stacks of this process's threads: the activity of the training thread, and whether it waits for other ranks.
 
 Imports no torch.
 """
@@ -42,7 +42,7 @@ class Doing:
 def doing(
     torch_home: Path, waited_for: threading.Thread | None = None, trains: threading.Thread | None = None
 ) -> Doing:
-    """Describe what the training thread does now, or what the thread does that the training thread waits for.
+    """Describe the current activity of the training thread or, if it waits for another thread, of that thread.
 
     In a backward on an accelerator, the training thread waits for a thread of autograd, which is found by its stack.
 

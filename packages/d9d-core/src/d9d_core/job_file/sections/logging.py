@@ -22,7 +22,8 @@ class Logging(Section):
     """Peak speed of one device in TFLOP/s, for the series ``mfu``; by default, the vendor's figure for dense bfloat16,
     on known GPUs."""
     memory: bool | None = None
-    """Log the peak device memory of the first process since its start; by default on GPUs only."""
+    """Log the peak memory of the first process since its start: device memory on a GPU, resident memory on a CPU; by
+    default on GPUs only."""
     level: Literal["debug", "info", "warning", "error"] | None = None
     """Lowest level of printed messages from loggers of the engine and of plugins (``d9d`` and below); by default
     ``info`` on the first process and ``warning`` on the others."""
