@@ -105,7 +105,11 @@ class DataContext:
 
 
 class DataStream(Protocol):
-    """Endless, resumable stream of packs for one data-parallel rank; after a single pass, all packs hold fillers."""
+    """Endless, resumable stream of packs (the microbatches of an optimizer step each) for one data-parallel rank.
+
+    In a stream opened for one pass, the packs after the last sample hold only fillers, which are samples that do not
+    count.
+    """
 
     @property
     def facts(self) -> State:

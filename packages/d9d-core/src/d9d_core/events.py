@@ -354,7 +354,7 @@ class InferenceStarts:
 
 @dataclass(frozen=True, slots=True)
 class PackStarts:
-    """The pack whose first sample has index ``first`` is on the device."""
+    """A pack, the microbatches of one batch, is on the device; its first sample has index ``first``."""
 
     first: int
     pack: Pack
@@ -362,7 +362,7 @@ class PackStarts:
 
 @dataclass(frozen=True, slots=True)
 class PackEnds:
-    """All forwards of the pack whose first sample has index ``first`` were launched."""
+    """All forwards of a pack were launched; its first sample has index ``first``."""
 
     first: int
 

@@ -85,8 +85,8 @@ class InferenceTask(Protocol):
         """Make rows of the kept tensors of a microbatch, now in host memory. Called in a thread during computation.
 
         Args:
-            kept: tensors [b, ...] of the b samples that are not fillers. Among them, ``rows`` int64 [b] is the index
-                of the first row of each sample (see :attr:`d9d_core.data.DataContext.one_pass`).
+            kept: tensors [b, ...] of the b real samples, without samples that only fill up the last batch. The tensor
+                ``rows`` int64 [b] is the index of each sample's first row (:attr:`d9d_core.data.DataContext.one_pass`).
         """
         ...
 

@@ -124,7 +124,7 @@ class Metric(Protocol):
 
 @runtime_checkable
 class StageMetric(Protocol):
-    """Metric over the tallies of a model's modules (:class:`d9d_core.traits.HasTallies`).
+    """Metric over the tallies that a model's modules count in their forward (:class:`d9d_core.traits.HasTallies`).
 
     Its ``update`` receives tallies instead of the task's observations: ``"<module name>/<tally>"`` -> tensor, of a
     microbatch in one pipeline stage at a time.

@@ -497,7 +497,9 @@ class CommandSpec(Spec):
 
 @dataclass(frozen=True, slots=True)
 class ViewDim:
-    """Dimension of a view. Its size is the product of some mesh axes, divided by the axes that overlap them.
+    """Dimension of a view, which is another shape of the mesh (:class:`ViewSpec`).
+
+    Its size is the product of the sizes of some mesh axes, divided by the sizes of the axes that overlap them.
 
     Attributes:
         name: name of the dimension in device meshes.

@@ -154,7 +154,7 @@ class HasExperts(Protocol):
     dispatcher: Dispatcher
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
-        """Expert banks by relative name: modules whose parameters have the expert index as dimension 0."""
+        """Modules with stacked expert weights (banks) by relative name; their parameters' dimension 0 is the expert."""
         ...
 
 
@@ -239,7 +239,7 @@ class Dispatcher(Protocol):
 
 @runtime_checkable
 class HasBanks(Protocol):
-    """``model:banks``: the module multiplies rows with banks of matrices, one matrix per expert.
+    """``model:banks``: the module multiplies rows with banks, which are stacked weight matrices, one per expert.
 
     A fine-tuning method may add a module to a product: the module is called with the same rows, counts and
     ``spare_rows`` as the product, and its result is added to the product. The module's parameters, too, have the expert
@@ -294,7 +294,7 @@ class HasTallies(Protocol):
 class ObservesOnDemand(Protocol):
     """``model:observes``: the module computes some observations for metrics only if a metric reads them.
 
-    The observations are further outputs of the model, which the task passes on to metrics.
+    Observations are tensors that metrics read. Here they are further outputs of the model, which the task passes on.
     """
 
     def on_demand(self) -> Collection[str]:

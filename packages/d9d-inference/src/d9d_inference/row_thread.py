@@ -19,7 +19,7 @@ from d9d_inference.part_store import PartStore
 
 #: Key, in the kept tensors, of the index of each sample's first row.
 ROWS = "rows"
-#: Number of packs that may wait to be written before the computation waits.
+#: Number of batches that may wait to be written before the computation waits.
 _AHEAD = 2
 
 
@@ -29,7 +29,7 @@ class KeptPack:
 
     Attributes:
         first: index in the dataset of the share's first sample.
-        samples: number of real samples in the share, without fillers.
+        samples: number of real samples in the share, without samples that only fill up the last batch.
         microbatches: kept tensors of each microbatch; in host memory once ``copied`` has passed.
         copied: event after the copies; ``None`` on a CPU.
     """
@@ -110,7 +110,7 @@ class RowThread:
 
 
 def joined_rows(task: InferenceTask, microbatches: Sequence[Mapping[str, Tensor]]) -> Columns:
-    """Make the rows of several microbatches, without fillers, in order of the row numbers.
+    """Make the rows of several microbatches, without rows of mere fillers (row number -1), in order of the numbers.
 
     Raises:
         BuildError: the task returned other columns than it declares, or columns of different lengths.

@@ -116,8 +116,8 @@ class Inference:
     def run(self) -> InferenceOutcome:
         """Process the remaining data, write all rows, and join them to one file. Collective over all ranks.
 
-        After Ctrl-C or SIGTERM on any rank, all ranks finish the same pack, write its rows, and return. A restarted run
-        continues after these rows, on any number of ranks.
+        After Ctrl-C or SIGTERM on any rank, all ranks finish the same batch, write its rows, and return. A restarted
+        run continues after these rows, on any number of ranks.
 
         Raises:
             JobError: the directory has results of another job.
@@ -238,7 +238,7 @@ class Inference:
         return self.job.batch.size // self.topology.data_parallel_size
 
     def _asked_to_stop(self) -> bool:
-        """Whether any rank was asked to stop. Collective over all ranks, with CPU tensors; called between packs."""
+        """Whether any rank was asked to stop. Collective over all ranks, with CPU tensors; called between batches."""
         asked = self.interrupts.requested is not None
         if self.topology.world is None:
             return asked
@@ -247,7 +247,7 @@ class Inference:
         return bool(flag)
 
     def _advance(self, states: dict[int, object], shown: int, bar: SampleBar) -> int:
-        """On the main rank, record packs whose rows are all written; return the number of finished samples."""
+        """On the main rank, record the batches whose rows are all written; return the number of finished samples."""
         if not self.topology.is_main:
             states.clear()
             return shown

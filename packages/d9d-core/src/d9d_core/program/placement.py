@@ -30,7 +30,7 @@ from d9d_core.schedule import (
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Placement of a model's stages on pipeline ranks, and the ranks' programs.
+    """Placement of a model's stages on pipeline ranks, and the ranks' programs, which list their actions in a step.
 
     Attributes:
         schedule: function that generates the programs.

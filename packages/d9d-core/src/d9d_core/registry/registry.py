@@ -105,7 +105,7 @@ class Registry:
     def conflicts(self, among: Collection[str] | None = None) -> list[str]:
         """Messages about names that several plugins declare; it is an error only to use such a name.
 
-        Names of foundation commands are left out: these commands always take precedence.
+        Names of d9d's own commands are left out, because these commands always take precedence.
 
         Args:
             among: report only conflicts that involve one of these distributions; all by default.

@@ -104,7 +104,7 @@ class CheckpointStore:
         Collective over all ranks.
 
         Raises:
-            CheckpointError: the directory cannot be created or written, or a machine has another one at this place.
+            CheckpointError: the directory cannot be created or written, or is not the same directory on all machines.
         """
 
         def create() -> list[str]:

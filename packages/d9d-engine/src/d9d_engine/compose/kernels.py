@@ -65,7 +65,7 @@ def bind_kernels(
     documents: bool | None = None,
     checkpointed: Collection[str] = (),
 ) -> list[KernelChoice]:
-    """Choose a kernel for every op slot and bind it.
+    """Choose a kernel for every op slot, which is a call of an op with a replaceable kernel, and bind the kernel to it.
 
     Without a request, the accepting backend with the highest priority above 0 is chosen, else the reference. The
     reference is also chosen if the job requests a backend for an op that this op contains, because that request would
@@ -338,7 +338,7 @@ def slot_facts(model: nn.Module) -> dict[Site, Mapping[str, Any]]:
 def holders_alike(
     model: nn.Module, before: Mapping[Site, Mapping[str, Any]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
 ) -> list[tuple[str, object]]:
-    """Holders of the model's op slots by name, after strategies, such that every rank makes the same choices.
+    """List the objects with the model's op slots, after strategies, such that every rank makes the same choices.
 
     Strategies change this rank's stages only. For the stages of other ranks, the same changes are assumed in modules
     of the same class: their slots get the added facts; removed slots are removed, and replaced slots are replaced.

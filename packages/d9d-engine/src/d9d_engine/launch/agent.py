@@ -34,7 +34,7 @@ PORT = 29_500
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Machines on which one launcher each starts the same number of a job's processes.
+    """Machines that share a job; on each of them, a launcher starts the same number of processes.
 
     Attributes:
         count: number of machines, two or more.

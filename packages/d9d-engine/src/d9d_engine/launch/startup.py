@@ -65,7 +65,7 @@ class StartUp:
     """Clock of a start-up, and a subscriber that ends its phases.
 
     On the terminal of a single process a phase of more than a second is a live line; otherwise it is printed when it
-    ends. The first step, or the first pack of inference, ends the start-up: a line with the phases of at least a
+    ends. The first step, or the first batch of inference, ends the start-up: a line with the phases of at least a
     second is printed, and the seconds of all phases and the facts of the data are written to the run's directory.
 
     Args:

@@ -513,7 +513,7 @@ class Checkpointer:
             replicas.start()
 
     def _load_own_parameters(self, checkpoint: Checkpoint) -> None:
-        """Load the parameters of this rank's replica, if the checkpoint was saved between two meetings."""
+        """Load the parameters of this rank's replica, if the replicas differed when the checkpoint was saved."""
         scope = _REPLICAS + _MODEL
         self._replicas.differ = any(name.startswith(scope) for name in checkpoint.manifest["tensors"])
         if self._replicas.differ:

@@ -56,7 +56,7 @@ class RealSamples:
         return pack
 
     def take(self) -> list[list[int]]:
-        """Indices of the real samples in each microbatch of the oldest pack that was not taken yet."""
+        """Indices of the real samples in each microbatch of the oldest pack that this method has not returned yet."""
         return self._taken.popleft()
 
     def _places(self, microbatch: Microbatch) -> list[int]:

@@ -73,7 +73,7 @@ class Trainer:
 
     @property
     def step(self) -> TrainStep:
-        """Training step, which takes a step number and a pack."""
+        """Training step, to be called with a step number and the step's microbatches."""
         return self._parts.step
 
     @property
@@ -83,7 +83,7 @@ class Trainer:
 
     @property
     def prefetcher(self) -> DevicePrefetcher:
-        """Prefetcher of packs to the device."""
+        """Prefetcher that copies the microbatches of coming steps to the device."""
         return self._parts.prefetcher
 
     @property

@@ -1,4 +1,4 @@
-"""Auxiliary losses of a model's modules, and tallies to which modules adapt."""
+"""Auxiliary losses of a model's modules, and tallies (counts of a forward) to which modules adapt."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class Tallies:
 
     Args:
         stages: index -> stage of this rank, materialised.
-        group: process group of the ranks with other samples or parts of samples; ``None`` for a single rank.
+        group: process group of the ranks with other samples, or other positions of the same samples; ``None`` for a
+            single rank.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup | None = None) -> None:

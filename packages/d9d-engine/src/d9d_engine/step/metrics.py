@@ -39,8 +39,8 @@ class Statistics:
     Args:
         metrics: name of a metric, unique within the job -> metric.
         gated: whether to undo the updates of non-finite steps; costs a few kernels per metric and step.
-        group: process group of the ranks with other samples, parts of samples or stages; ``None`` for a single rank. A
-            state without updates does not change the merged state.
+        group: process group of the ranks with other samples, other positions of the same samples, or other stages;
+            ``None`` for a single rank. A state without updates does not change the merged state.
         device: device of merged states.
         twins: second instances of the metrics, for the separate stream: they are never updated, and compute values
             from merged states. A twin that copies loaded tensors to another device is dropped after its first values.

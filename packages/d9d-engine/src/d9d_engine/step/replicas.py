@@ -24,7 +24,7 @@ class Replicas:
         parameters: name -> trained parameter of this rank.
         ownership: owners of the gradient reductions, and the axes along which replicas take their own steps.
         topology: rank, device, meshes and process groups of this process.
-        meetings: meetings of the replicas.
+        meetings: objects that make the replicas equal after some steps.
 
     Attributes:
         index: index of this rank's replica.
@@ -32,7 +32,7 @@ class Replicas:
         differ: whether the parameters of the replicas differ.
         group: process group of the ranks that hold the same part of the model, one in each replica; ``None`` for one
             replica.
-        meetings: meetings of the replicas.
+        meetings: objects that make the replicas equal after some steps.
     """
 
     def __init__(

@@ -45,7 +45,8 @@ class Sequences:
         lengths: int64 [B] on the device, current number of tokens of each sequence.
         longest: largest number of tokens of a sequence before the first new token.
         growth: the width of a forward is rounded up to a multiple of this.
-        numbers: row index of each sequence, which seeds its sampling; -1 for fillers, which are not continued.
+        numbers: row index of each sequence, which seeds its sampling; -1 for a sequence that only fills up the
+            microbatch, and is not continued.
         new: int64 [B, N] on the host, the new tokens, -1 after the last one.
         ended: bool [B] on the host, whether the last token ends the sequence.
     """

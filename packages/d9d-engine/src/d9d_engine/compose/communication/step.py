@@ -224,7 +224,7 @@ def handed_on(job: JobConfig, assembly: Assembly, stage: int) -> Mapping[str, Te
 
 
 def _of_loop(job: JobConfig, assembly: Assembly, topology: Topology, task: CheckedTask) -> Iterator[Entry]:
-    """Collectives of the training loop: weights of loss terms, unclaimed gradients, totals and tallies."""
+    """Collectives of the training loop: for loss weights, gradients that no strategy reduces, scalars, and tallies."""
     if topology.world_size == 1:
         return
     world, data = tuple(range(topology.world_size)), topology.axes_group(*DATA_AXES)
