@@ -278,7 +278,7 @@ class Resizable(Protocol):
     """Optional protocol of a model config without fields for its sizes; ``d9d verify`` reduces sizes through it."""
 
     def sizes(self) -> Mapping[str, int]:
-        """Name -> size, of all sizes that may be reduced."""
+        """Sizes of this config that may be reduced: name -> size."""
         ...
 
     def resized(self, sizes: Mapping[str, int]) -> PluginConfig:

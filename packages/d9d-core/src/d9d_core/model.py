@@ -156,7 +156,7 @@ class LendsProduct(Protocol):
 
     @property
     def deferral(self) -> Deferral | None:
-        """Deferral of the weight's gradient, to be used by the function that computes the product."""
+        """Object through which the lent product may defer the weight's gradient; ``None`` to compute it at once."""
         ...
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:

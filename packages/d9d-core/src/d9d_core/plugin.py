@@ -62,7 +62,7 @@ ANY_MODEL_TYPE = "*"
 hookimpl = pluggy.HookimplMarker("d9d")
 #: Order in which strategies act on a freshly built stage, first to last.
 ANCHORS = ("inject", "convert", "tensor", "context", "expert", "checkpointing", "compile", "data")
-#: Place of a strategy relative to its anchor.
+#: When a strategy acts, relative to the other strategies of its anchor, which is one of :data:`ANCHORS`.
 POSITIONS = ("before", "at", "after")
 #: Namespaces of capability tokens that only core defines; plugins cannot declare tokens in them.
 RESERVED = ("mesh", "strategy", "device", "import")

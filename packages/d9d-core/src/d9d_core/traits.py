@@ -261,8 +261,8 @@ class AddsLosses(Protocol):
 
     Its forward stores the sum of each term over the microbatch in a buffer, and injects the gradient of ``sum *
     factor`` into its output (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term need not pass through the
-    model's outputs and pipeline stages. The numbers of units depend on the inputs only, so factors are known before the
-    first forward.
+    model's outputs and pipeline stages. The numbers of units (:attr:`LossTerm.per`) depend on the inputs only, so
+    factors are known before the first forward.
     """
 
     def loss_terms(self) -> Mapping[str, LossTerm]:
@@ -270,7 +270,10 @@ class AddsLosses(Protocol):
         ...
 
     def loss_factors(self) -> Mapping[str, Tensor]:
-        """Loss term -> buffer of ``coefficient / (units in the batch)``, float32 0-d; filled before each step."""
+        """Loss term -> buffer of ``coefficient / (number of units, :attr:`LossTerm.per`, in the batch)``, float32 0-d.
+
+        The training loop fills the buffers before each step.
+        """
         ...
 
     def loss_sums(self) -> Mapping[str, Tensor]:

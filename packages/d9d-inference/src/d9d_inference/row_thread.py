@@ -17,7 +17,7 @@ from torch import Tensor
 
 from d9d_inference.part_store import PartStore
 
-#: Key, in the kept tensors, of the index of each sample's first row.
+#: Name, among the tensors that a task keeps, of the tensor with the index of each sample's first row.
 ROWS = "rows"
 #: Number of batches that may wait to be written before the computation waits.
 _AHEAD = 2

@@ -168,7 +168,7 @@ class _Words(typer.core.TyperGroup):
         super().__init__(name=word, help=" ".join(summaries), no_args_is_help=True)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
-        """Second words of the installed commands."""
+        """Words after the group's name, one for each installed command of the group."""
         return self._second
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - likewise

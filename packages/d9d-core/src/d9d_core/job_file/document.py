@@ -156,8 +156,8 @@ def _assign(values: dict[str, Any], parts: Location, value: Any) -> None:
     _put(target, parts[:-1], parts[-1], value)
 
 
-#: Sections that list components, and sections that are one component. There, and in ``data`` and ``sets`` of
-#: ``evaluation``, a bare word names a plugin.
+#: Sections that list components, and sections that are one component. In these sections, and in ``data`` and ``sets``
+#: of ``evaluation``, a bare word is the name of a component.
 _LISTS = ("parallel", "metrics", "trackers", "subscribers")
 _NAMED = ("model", "task", "data", "optimizer", "lr_schedule", "pipeline", "peft")
 

@@ -163,7 +163,7 @@ class _Requests:
     ) -> None:
         self._requested = requested
         for op, request in requested.items():
-            # A slot with this op as a part may give way to it, so a rule may be meant for its module.
+            # A module may call this op instead of an op that has it among its parts, so a rule may name that module.
             names = list(dict.fromkeys(name for name, slot in slots if op == slot.op or op in slot.parts))
             if names and not isinstance(request, str):
                 _check_rules(op, request, names)
@@ -402,7 +402,7 @@ def ops_elsewhere(model: nn.Module, here: Set[str]) -> frozenset[str]:
 
 
 def _others(alike: Mapping[str, OpSlot], facts: Mapping[str, Any]) -> dict[str, OpSlot]:
-    """Slots assumed for a module of another rank: copies of slots that strategies added to modules of its class."""
+    """Slots that another rank's module probably has: copies of slots that strategies added to modules of its class."""
     found = {attribute: copy(slot) for attribute, slot in alike.items()}  # subclasses refuse functions
     for slot in found.values():
         slot.static = {**slot.static, **facts}

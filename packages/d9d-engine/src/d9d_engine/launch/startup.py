@@ -18,7 +18,7 @@ from typing import Any
 from d9d_core import events as ev
 from d9d_weights.files.atomic import write_text
 
-#: File in the run's directory with the command line and the seconds of the last start.
+#: File in the run's directory about its last start: command line, seconds of each phase, and environment.
 FILE = "startup.json"
 #: Phase whose line is printed together with the next phase's line, so that an invalid job prints its error only.
 _BEFORE_JOB = "plugins"

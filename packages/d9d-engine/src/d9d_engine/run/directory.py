@@ -105,7 +105,7 @@ def _write_job(directory: Path, text: str, step: int) -> None:
 
 
 def kept_jobs(directory: Path) -> list[int]:
-    """First steps of the jobs that trained a run, in order; empty if one job trained all steps."""
+    """First step of each job that trained a part of the run, ascending; empty if one job trained all steps."""
     prefix, suffix = KEPT_JOB.split("{}")
     names = (file.name.removeprefix(prefix).removesuffix(suffix) for file in directory.glob(KEPT_JOB.format("*")))
     return sorted(int(name) for name in names if name.isdecimal())

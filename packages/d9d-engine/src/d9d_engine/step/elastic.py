@@ -28,7 +28,7 @@ class SharedStep:
         statistics: metrics, to which each replica adds its own microbatches.
         tallies: counts of the model's modules.
         terms: loss terms.
-        late: whether the task weighs outputs.
+        late: whether the loss weight depends on the model's outputs (:class:`~d9d_core.task.WeighsOutputs`).
     """
 
     def __init__(

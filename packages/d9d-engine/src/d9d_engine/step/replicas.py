@@ -54,20 +54,20 @@ class Replicas:
         return bool(self.meetings)
 
     def start(self) -> None:
-        """Create the state of the meetings from the parameters, which are equal in all replicas."""
+        """Create the state of :attr:`meetings` from the parameters, which are equal in all replicas."""
         self.differ = False
         for one in self.meetings:
             one.start()
 
     def after_update(self, steps: int) -> None:
-        """Hold the meeting that is due after ``steps`` steps, if any. Collective over the replicas."""
+        """Make the replicas equal if a meeting is due after ``steps`` steps. Collective over the replicas."""
         for one in self.meetings:
             if one.due(steps):
                 one.meet()
         self.differ = not all(one.due(steps) for one in self.meetings)
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of the meetings, equal in all replicas: ``"<parameter name>/<slot>"`` -> tensor, not copied."""
+        """State of :attr:`meetings`, equal in all replicas: ``"<parameter name>/<slot>"`` -> tensor, not copied."""
         return {name: tensor for one in self.meetings for name, tensor in one.state().items()}
 
     def slices(self, tensors: Mapping[str, Tensor]) -> dict[str, ReplicaSlice]:

@@ -44,8 +44,8 @@ _SOON = 0.02
 _NOT_YET = "has not written everything yet"
 #: Largest number of invalid names that are reported; a dataset may have a million invalid labels.
 _REPORTED = 10
-#: Number of consecutive refused values after which a tracker is switched off; and this number if all these values have
-#: new names and the tracker has accepted other names before.
+#: Number of consecutive refused values after which a tracker is switched off. The second number applies if all these
+#: values have new names and the tracker has accepted other names before.
 _TRIED, _DOUBTED = 3, 10
 
 #: Kind of values (name of the method that writes it) -> protocol of runs that support it.
@@ -335,7 +335,7 @@ class _TrackerThread:
         """Write values in the tracker's thread. A refused name is left out from then on.
 
         Raises:
-            Exception: exception of the tracker, if it does not depend on names.
+            Exception: exception of the tracker, if names of values are not its cause.
         """
         left = {name: value for name, value in values.items() if (kind, name) not in self._refused}
         if values and not left:

@@ -32,11 +32,13 @@ from d9d_inference.generation.prompts import Prompt
 _COMMAND = "d9d generate"
 #: Files of tokenizers; a tokenizer has at least one of them.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-#: Tensor name of a language model's head; parts of the class names of models that generate text.
+#: Name of the weight of a language model's head.
 _HEAD = "lm_head.weight"
+#: Texts of which the class name of a model that generates text contains one.
 _WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-#: Part of a field's name in ``config.json`` -> largest accepted number; and largest depth of nested sections.
+#: Part of a field's name in ``config.json`` -> largest accepted number in such a field.
 _MOST_SIZES = {"num_": 1 << 14, "layers": 1 << 14, "_size": 1 << 24, "_dim": 1 << 24, "position": 1 << 27}
+#: Largest accepted depth of nested sections in ``config.json``.
 _MAX_DEPTH = 8
 #: Suffix of files that a library reads at once -> largest accepted size in bytes.
 _MOST_BYTES = {

@@ -202,7 +202,7 @@ def _of_program(job: JobConfig, assembly: Assembly, topology: Topology, program:
             yield Entry("pipeline", Collective(way, "pp", ranks, size, count, text, approximate=guess))
 
 
-#: Kind of call, offset to the other stage, and whether gradients are sent.
+#: Action -> kind of call, offset from the action's stage to the other rank's stage, and whether gradients are sent.
 _TRANSFERS: Mapping[type[Action], tuple[Kind, int, bool]] = {
     SendActivation: ("send", 1, False),
     ReceiveActivation: ("receive", -1, False),
