@@ -65,9 +65,9 @@ def test_the_first_steps_are_told_by_their_seconds_alone() -> None:
         run.log.after(1)
         run(5)
         run.log.after(FREE_STEPS)
-    assert run.notes[1].startswith("compiled for 0.")
-    assert run.notes[1].endswith("until the end of step 1")
-    assert run.notes[2].endswith(f"until the end of step {FREE_STEPS}")
+    assert run.notes[1].startswith("step 1: torch.compile took 0.")
+    assert run.notes[1].endswith(" s since the last report")
+    assert run.notes[2].startswith(f"step {FREE_STEPS}: torch.compile took ")
     assert not run.events
 
 
@@ -163,4 +163,4 @@ def test_first_steps_of_a_resumed_run_compile_without_a_warning(step: int, free:
     log = CompilationLog(nn.Linear(1, 1), lambda _event: None, notes.append, done=100)
     log._seconds = 2.5
     log.after(step)
-    assert notes == ([f"compiled for 2.5 s until the end of step {step}"] if free else [])
+    assert notes == ([f"step {step}: torch.compile took 2.5 s since the last report"] if free else [])

@@ -38,7 +38,7 @@ class Accumulator:
     dtype: torch.dtype = torch.float64
 
     def neutral(self) -> Tensor:
-        """Initial value, neutral in a merge: zeros, or the least or greatest value of the dtype."""
+        """Tensor of initial values, neutral in a merge: zeros for ``sum``, or the dtype's lowest or highest value."""
         return torch.full(self.shape, _start(self.dtype, self.operation), dtype=self.dtype)
 
 

@@ -1,6 +1,7 @@
 """Kinds of attention masks: which other positions of its document a query sees.
 
-Start here: :data:`MaskKind`. A backend of attention asks for the kind in its rule, and names it in its function::
+Start here: :data:`MaskKind`. An attention backend accepts or refuses a kind in its function ``supports``; its kernel
+function lists the kinds that it computes::
 
     from d9d_core.attention import mask_refusal
     from d9d_core.kernel import Decision
@@ -21,9 +22,10 @@ The kinds:
   "T5", section 3.2.1; Beyer et al. 2024, "PaliGemma", section 3.2). A microbatch gives the blocks by
   :class:`DocumentBlocks`; without blocks, the mask is causal.
 
-A slot of attention states its kind in the static facts: ``causal`` is true for causal attention alone, and ``mask`` is
-the kind if it is another. A backend's function lists the kinds that it computes in an attribute ``mask_kinds``; without
-this attribute it computes causal attention alone, and a slot of another kind refuses it, even if its rule accepted.
+An op slot of attention (:class:`d9d_core.kernel.OpSlot`) states its kind in its static facts: ``causal`` is true for
+the kind ``causal`` only, and ``mask`` names any other kind. A kernel function lists its kinds in the attribute
+``mask_kinds``; without this attribute it computes causal attention only, and a slot of another kind refuses it, even if
+``supports`` accepted.
 
 Shapes: B samples, S positions.
 """
@@ -50,10 +52,10 @@ MASK_KINDS: tuple[MaskKind, ...] = ("causal", "bidirectional", "blocks")
 class DocumentBlocks:
     """Documents together with the blocks inside them, passed in place of documents to attention of kind ``blocks``.
 
-    This class is neither a tuple nor a dataclass, because FSDP's mixed precision would rebuild these for every layer.
+    This class is neither a tuple nor a dataclass, because FSDP's mixed precision rebuilds those for every layer.
 
     Args:
-        documents: int64 [B, S]; ``None`` if a sample is one document.
+        documents: int64 [B, S], index of each position's document; ``None`` if a sample is one document.
         blocks: int64 [B, S], the block of each position; negative outside of blocks. Positions of one block need not
             be adjacent; equal numbers in two documents are two blocks.
     """
@@ -65,7 +67,7 @@ class DocumentBlocks:
         self.blocks = blocks
 
 
-#: Documents int64 [B, S], with blocks or without; ``None`` if a sample is one document.
+#: Index of each position's document, int64 [B, S], with blocks or without; ``None`` if a sample is one document.
 Documents: TypeAlias = "Tensor | DocumentBlocks | None"
 
 

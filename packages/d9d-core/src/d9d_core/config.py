@@ -54,7 +54,7 @@ Location = tuple[int | str, ...]
 _LARGEST = 2**63 - 1
 #: Address after conversion by ``pathlib``, which drops a slash. Drives of Windows, of one letter, do not match.
 _ADDRESS_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-#: Similarity from which a field of the same section is a better hint than a word of another tool.
+#: Smallest similarity with which a field of the same section is a better hint than d9d's word for another tool's word.
 _ALIKE = 0.75
 _NO_ADDRESS = "an address is not supported here; give a local path, such as one where the storage is mounted"
 
@@ -278,7 +278,7 @@ class Resizable(Protocol):
     """Optional protocol of a model config without fields for its sizes; ``d9d verify`` reduces sizes through it."""
 
     def sizes(self) -> Mapping[str, int]:
-        """Name -> size, of all sizes that may be reduced."""
+        """Sizes of this config that may be reduced: name -> size."""
         ...
 
     def resized(self, sizes: Mapping[str, int]) -> PluginConfig:

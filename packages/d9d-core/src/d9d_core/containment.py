@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["FOREIGN_FAILURES"]
 
-#: Exceptions of plugin code that d9d catches. SystemExit is included: a plugin must not end d9d as if it had succeeded.
+#: Exceptions of plugin code that d9d catches. SystemExit is included, so that a plugin cannot make a command succeed.
 FOREIGN_FAILURES = (Exception, SystemExit)
 
 _leave = os._exit

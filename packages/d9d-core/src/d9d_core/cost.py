@@ -18,7 +18,8 @@ __all__ = [
     "Share", "StageCost", "StageTimes", "StrategyCost", "Weight",
 ]  # fmt: skip
 
-#: Rate of a device that bounds an op, in addition to memory bandwidth: dense or grouped products, attention, or none.
+#: Limit of an op's speed in addition to memory bandwidth: a device's FLOP/s of dense or grouped matrix products, or of
+#: attention; ``memory`` if memory bandwidth is the only limit.
 OpKind = Literal["product", "grouped_product", "attention", "memory"]
 #: Collectives, and the point-to-point transfer between two ranks.
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
@@ -26,7 +27,7 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Share of one rank in the work on one microbatch.
+    """Share of one rank in the work on one microbatch; ops derive their costs from it.
 
     Attributes:
         samples: number of samples in the microbatch.
@@ -90,8 +91,9 @@ class AttentionShape:
         query_heads, key_value_heads: heads of this rank.
         features: features per head.
         width: bytes per element.
-        latent: elements of a position from which its keys and values are computed; 0 if they are not.
-        expanded: elements of a position that are computed from them by a matrix product, on this rank.
+        latent: latent elements per position, from which keys and values are computed (multi-head latent attention); 0
+            without latents.
+        expanded: elements per position that a matrix product computes from the latents, on this rank.
     """
 
     rows: float
@@ -176,7 +178,7 @@ class BlockCost:
         workspace: further bytes at the peak of the block's backward.
         exchanges, backward_exchanges: collectives of forward and backward. Computation waits for them unless a strategy
             overlaps them (:attr:`StrategyCost.overlaps`).
-        beside, backward_beside: collectives that overlap with the computation of attention.
+        beside, backward_beside: collectives of forward and backward that overlap with the computation of attention.
         count: number of such blocks in the stage.
         is_block: whether this is a block of the trait ``model:blocks``, which strategies recompute, compile and shard
             one by one; embeddings and heads are not.
@@ -236,7 +238,8 @@ class ContextCost:
 
     Attributes:
         ops: ops that replace the attention op.
-        exchanges, backward_exchanges, beside, backward_beside: see :class:`BlockCost`.
+        exchanges, backward_exchanges: collectives of forward and backward that the computation waits for.
+        beside, backward_beside: collectives of forward and backward that overlap with the computation of attention.
         workspace: further bytes at the peak of the block's backward.
     """
 
@@ -325,9 +328,8 @@ class AdapterCost:
         return AdapterCost(trains=self.trains or other.trains, **sums)
 
 
-#: Function that returns the cost an adapter adds to a weight, from the weight's qualified name, the weight, the rows of
-#: its op and the rank's share:
-#: :attr:`d9d_core.plugin.PeftSpec.cost` of one config.
+#: Function that returns the cost that an adapter adds to one weight, from the weight's qualified name, the weight, the
+#: number of rows of its op and the rank's share; made of :attr:`d9d_core.plugin.PeftSpec.cost` and a config.
 AdapterCosts = Callable[[str, Weight, float, Share], AdapterCost]
 
 
@@ -341,7 +343,7 @@ class OptimizerCost:
         workspace: bytes that exist during an update, for all parameters at once.
         workspace_of_one: bytes that exist while the largest weight is updated, per element of this weight.
         flops: FLOPs of matrix products in bfloat16.
-        exchanged: bytes communicated if one rank updates a whole sharded matrix: sent to this rank, and back.
+        exchanged: bytes that are sent, to the updating rank and back, if one rank updates a whole sharded matrix.
         of_weight: function from a weight's qualified name and full shape to its cost, which replaces this cost;
             ``None`` if all weights cost the same.
     """

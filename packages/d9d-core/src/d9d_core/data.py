@@ -1,4 +1,4 @@
-"""Data streams: resumable packs of microbatches for one data-parallel rank.
+"""Data streams, which give each data-parallel rank its packs: lists of the microbatches of one optimizer step.
 
 Start here: a dataset's ``build(config, context: DataContext)`` returns a :class:`DataStream`::
 
@@ -26,7 +26,7 @@ positions):
     targets    int64 [B, S]   token ids to predict; -100 where nothing is predicted
     positions  int64 [B, S]   position inside the document
     documents  int64 [B, S]   index of the document inside the sample; tokens attend to their own document only
-    lengths    int64 [B]      tokens of a right-padded sample, whose padding is ignored; absent without padding
+    lengths    int64 [B]      number of tokens of each right-padded sample; absent without padding
     labels     int64 [B]      class of the sample; -100 for samples that are not counted
 
 Training reads an endless stream. Evaluation and inference make one pass (:attr:`DataContext.one_pass`): every sample
@@ -42,8 +42,8 @@ once, in the order of the sources, even if the config shuffles. A stream opened 
   the entry is packed), or -1 for a filler. Fillers come last in their microbatch. A filler has valid token ids, and
   targets of -100. In datasets of texts that are compared with each other, a filler has ``lengths`` 0, so that
   comparisons leave it out. With T texts per sample, text t of sample s is row s * T + t. If the fact ``packed`` is
-  true, an entry holds several rows: ``documents`` [B, S] numbers them from 0, ``ends`` [B, N] holds the end of each,
-  then zeros, and ``lengths`` [B] is the position where padding begins.
+  true, an entry holds up to N rows: ``documents`` [B, S] numbers them from 0, ``ends`` [B, N] holds the position after
+  the last one of each row, then zeros, and ``lengths`` [B] is the position where padding begins.
 - A dataset may reorder the samples of a rank to save padding, but only within blocks of fixed size that do not cross
   ranks. So the samples of a microbatch, and its padded length, are the same for any number of ranks.
 - ``state()`` may be loaded on another number of ranks, at any pack.
@@ -67,10 +67,10 @@ __all__ = [
     "packs_documents", "sample_lengths",
 ]  # fmt: skip
 
-#: Tokens of a text that become inputs. ``own``: the inputs of the dataset's own training, which may lack the last
-#: token, a target only; ``with_end``: all tokens and the end of text; ``as_encoded``: the tokenizer's output, without
-#: an end of text added by the dataset; ``without_end``: all but the end of text. A dataset refuses texts that it cannot
-#: give so.
+#: Tokens of a text that become inputs. ``own``: the inputs as in training with the dataset, which may lack the last
+#: token, because it is only a target; ``with_end``: all tokens and the end of text; ``as_encoded``: the tokenizer's
+#: output, without an end of text added by the dataset; ``without_end``: all tokens but the end of text. A dataset that
+#: cannot give its texts in the requested way raises an error.
 TextInputs = Literal["own", "with_end", "as_encoded", "without_end"]
 
 
@@ -105,7 +105,11 @@ class DataContext:
 
 
 class DataStream(Protocol):
-    """Endless, resumable stream of packs for one data-parallel rank; after a single pass, all packs hold fillers."""
+    """Endless, resumable stream of packs (the microbatches of an optimizer step each) for one data-parallel rank.
+
+    In a stream opened for one pass, the packs after the last sample hold only fillers, which are samples that do not
+    count.
+    """
 
     @property
     def facts(self) -> State:
@@ -139,12 +143,12 @@ class DataStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampleLengths:
-    """Lengths of the microbatches of a dataset, in positions.
+    """Lengths of a dataset's microbatches: the number of positions of their samples, padding included.
 
     Attributes:
         multiple: divisor of the length of every microbatch.
         most: upper bound of the lengths; ``None`` if it depends on the data.
-        texts: texts per sample, each a row of the microbatch.
+        texts: number of texts per sample; each text is a row of the microbatch.
     """
 
     multiple: int

@@ -56,7 +56,7 @@ class LiveState(Protocol):
     """State of a run between two steps, which another replica may take over."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors of this rank by name: local shards of all that a checkpoint holds.
+        """Tensors of this rank by name: the local shard of every tensor that a checkpoint holds.
 
         Parameters and optimizer state are not copied; they change after the next commit. All others are copies.
         """
@@ -120,7 +120,7 @@ class ElasticReplicas(Protocol):
     def commit(self) -> bool:
         """Whether all ranks of all replicas have the results of all reductions, so that the step may change the state.
 
-        False: the caller undoes the attempt. After a true result, the offered state is no longer read.
+        If false, the caller undoes the attempt. If true, other replicas no longer read the state that this one offered.
         """
         ...
 

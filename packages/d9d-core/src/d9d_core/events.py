@@ -9,7 +9,7 @@
     ForwardReady        handlers of TrainingStarts and later events can run the model on their own data
     TrainingStarts      weights, data position and counters are final; the first step follows
     AttemptStarts       replicas that share a step have met; only with elastic replicas
-    StepStarts          a pack is on the device
+    StepStarts          the step's pack (its microbatches on this rank) is on the device
       ForwardBackwardStarts, ForwardBackwardEnds
       OptimizerStepStarts, OptimizerStepEnds
     StepEnds            with the step's device tensors; reading their values synchronizes with the GPU
@@ -25,7 +25,7 @@
 Events of an inference job:
 
     JobConfigured, ModelPlanned, DataReady, ModelReady
-    InferenceStarts     the position is known; the first pack follows
+    InferenceStarts     the number of finished samples is known; the first pack follows
     PackStarts, PackEnds
     RowsWritten         rows are on disk and survive a kill
     InferenceFinished, InferenceStopped, InferenceFailed
@@ -210,14 +210,14 @@ class StepStarts:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardStarts:
-    """The program of the step begins."""
+    """The forwards and backwards of the step begin."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardEnds:
-    """Every backward was launched; gradients are not reduced or clipped yet."""
+    """Every backward was launched; reductions of gradients may still run, and gradients are not clipped yet."""
 
     step: int
 
@@ -307,7 +307,7 @@ class SleepEnds:
 
 @dataclass(frozen=True, slots=True)
 class WakeStarts:
-    """Waking begins: the memory groups named by the tags are about to return to the device."""
+    """Waking begins: device memory for the memory groups named by the tags is about to be allocated again."""
 
     step: int
     tags: tuple[str, ...]
@@ -354,7 +354,7 @@ class InferenceStarts:
 
 @dataclass(frozen=True, slots=True)
 class PackStarts:
-    """The pack whose first sample has index ``first`` is on the device."""
+    """A pack, the microbatches of one batch, is on the device; its first sample has index ``first``."""
 
     first: int
     pack: Pack
@@ -362,7 +362,7 @@ class PackStarts:
 
 @dataclass(frozen=True, slots=True)
 class PackEnds:
-    """All forwards of the pack whose first sample has index ``first`` were launched."""
+    """All forwards of a pack were launched; its first sample has index ``first``."""
 
     first: int
 

@@ -17,7 +17,7 @@ from d9d_core.registry.policy import FOUNDATION
 
 __all__ = ["describe"]
 
-#: Most characters of one entry of a traceback.
+#: Largest number of characters of one traceback entry; longer entries are cut.
 _LONGEST = 2000
 _FOUNDATION = ("d9d_weights", *sorted(name.replace("-", "_") for name in FOUNDATION))
 #: Packages whose frames lie between the command line and a plugin.

@@ -1,4 +1,4 @@
-"""Tasks whose loss needs a first forward over the whole pack, by the trained model or a frozen model."""
+"""Tasks whose loss needs a first forward over all microbatches of a step, by the trained model or a frozen model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DataRanks(Protocol):
 
 @runtime_checkable
 class TwoPassTask(Protocol):
-    """Optional protocol of a :class:`~d9d_core.task.Task`: a first pass over the pack, without gradients.
+    """Optional protocol of a :class:`~d9d_core.task.Task`: a first forward over a step's microbatches, no gradients.
 
     The first pass adds tensors to the microbatches, for the task's ``losses`` and ``observations``. The added tensors
     exist only on ranks that hold the last pipeline stage, so ``weights``, ``count`` and ``inputs`` must not read them.
@@ -81,7 +81,7 @@ class TwoPassTask(Protocol):
         ...
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:
-        """Tensors to add to each microbatch of the pack, from the kept tensors of all microbatches.
+        """Tensors to add to each microbatch of the step, from the kept tensors of all its microbatches.
 
         Most tasks return ``kept`` unchanged. If the method communicates, it is collective over the ranks that see
         different samples. If :attr:`FirstPass.by` is ``stored``, the method is not called.

@@ -25,9 +25,9 @@ class ForwardPass(Protocol):
         ...
 
     def __call__(self, pack: Pack, outputs: Callable[[Mapping[str, Tensor], Microbatch], None]) -> None:
-        """Run the forward on microbatches. Collective over all ranks; all packs must have equal shapes.
+        """Run the forward on microbatches, of equal numbers and shapes on all ranks. Collective over all ranks.
 
-        Ranks that share parameters must make the same number of calls; ranks of one pipeline must pass equal packs.
+        Ranks that share parameters must make the same number of calls; ranks of one pipeline must pass equal tensors.
 
         Args:
             pack: microbatches on the device, each with ``tokens`` int64 [B, S] for the first stage. Further tensors,

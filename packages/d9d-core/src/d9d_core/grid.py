@@ -16,7 +16,7 @@ from d9d_core.plugin import ViewSpec
 
 __all__ = ["AXES", "Grid"]
 
-#: Base axes, outermost first. ``ep`` overlaps with the innermost ones and does not multiply the world size.
+#: Axes whose sizes multiply to the world size, outermost first. ``ep`` is left out: it reuses ranks of other axes.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 

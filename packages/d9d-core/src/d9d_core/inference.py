@@ -85,17 +85,20 @@ class InferenceTask(Protocol):
         """Make rows of the kept tensors of a microbatch, now in host memory. Called in a thread during computation.
 
         Args:
-            kept: tensors [b, ...] of the b samples that are not fillers. Among them, ``rows`` int64 [b] is the index
-                of the first row of each sample (see :attr:`d9d_core.data.DataContext.one_pass`).
+            kept: tensors [b, ...] of the b real samples, without samples that only fill up the last batch. The tensor
+                ``rows`` int64 [b] is the index of each sample's first row (:attr:`d9d_core.data.DataContext.one_pass`).
         """
         ...
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Sums over ``rows`` that :meth:`finalize` needs; the names are the same in every call."""
+        """Sums over ``rows`` from which :meth:`finalize` computes results; their names are the same in every call."""
         ...
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Values by name, from the sums over all rows; printed at the end and saved with the output."""
+        """Compute the run's results, such as a mean loss, from the tallied sums over all rows: name -> number.
+
+        The engine prints the results at the end and saves them with the output.
+        """
         ...
 
 
@@ -147,7 +150,8 @@ class Continuation:
     Attributes:
         max_new_tokens: largest number of new tokens.
         temperature: divisor of the logits before a token is sampled; 0 takes the most probable token.
-        seed: seed of the samples, which depend only on it, the index of the row and the index of the new token.
+        seed: seed of the sampling. The random draw of a token depends only on this seed, the index of the row and the
+            index of the new token.
         stop: token ids that end a sequence; ``None`` for the end-of-text tokens of the model and the data.
     """
 

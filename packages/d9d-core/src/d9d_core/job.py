@@ -73,14 +73,15 @@ class LoadedJob(BaseJob):
         policy: PluginPolicy | None = None,
         world_size: int | None = None,
     ) -> Self:
-        """Read the job file in a downloaded directory as data: it runs no code and opens no address.
+        """Read the job file of a directory that may be downloaded; code and addresses that the file names are refused.
 
         Args:
             saved: the job file, and for messages the command that runs the file as trusted.
-            registry: as for :meth:`load`.
+            registry: registry that resolves names; by default, installed plugins that the section ``plugins`` allows.
             overrides: assignments ``section.field=value``, which are trusted.
             policy: restrictions on plugins, and the plugin files of the command line.
-            world_size: as for :meth:`load`.
+            world_size: number of processes, for a mesh with ``auto`` and for a file without a mesh; by default, the
+                number of started processes, if known.
 
         Raises:
             JobError: the file is invalid, or names a plugin file, code to import, or an address.

@@ -48,7 +48,7 @@ LaunchState: TypeAlias = Literal["waiting", "running", "finished", "failed", "ca
 class LaunchRequest:
     """Request to run a job on machines of an engine. All paths are absolute.
 
-    Paths are texts of users: a launcher quotes them in scripts and files.
+    Paths may contain any characters, so a launcher must quote them in scripts and files.
 
     Attributes:
         name: name of the run: letters, digits, ``_``, ``-`` and ``.``.
@@ -101,7 +101,7 @@ class EngineStatus:
 
     Attributes:
         state: state of the submission.
-        detail: further words of the engine, in a line: its own word for the state, reasons, machines.
+        detail: one line with further information from the engine: its own word for the state, reasons, machines.
         log: last lines that the processes printed.
         exit_status: exit status of the ended job; ``None`` if it runs, or if the engine does not tell.
     """
@@ -175,7 +175,7 @@ def answer_of(
     environ: Mapping[str, str] | None = None,
     joined: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Answer of an engine's command, which is run without a shell and without input.
+    """Run a command of an engine, without a shell and without input, and return its output and exit status.
 
     Args:
         command: the command and its arguments.
@@ -183,7 +183,7 @@ def answer_of(
         missing: message if the command is not installed.
         silent: message if the command does not answer in time.
         environ: environment variables; ``None`` takes the variables of this process.
-        joined: whether the standard error is a part of the output.
+        joined: whether standard error is merged into standard output.
 
     Raises:
         LaunchError: the command is not installed, or does not answer in time.

@@ -17,7 +17,8 @@ Start here: :class:`Metric`, which :class:`d9d_core.accumulators.AccumulatedMetr
         def compute(self):
             return {"hits": self["hits"] / self["samples"]}
 
-A :class:`StageMetric` reads tallies of the model's modules instead of a task's observations.
+A :class:`StageMetric` reads tallies, which are sums that modules of the model count in their forward, such as tokens
+per expert, instead of a task's observations.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["ChoosesObservations", "Metric", "StageMetric", "Table", "Vector"]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Logged value of a metric with two dimensions, such as the load of each expert of each layer.
+    """Matrix that a metric logs, such as the load of each expert of each layer.
 
     Attributes:
         values: [rows, columns]; NaN for missing values.
@@ -64,7 +65,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Logged vector of a metric with named values; each value is logged as a series ``<series>/<name>``.
+    """Vector of named values that a metric logs; each value is logged as a series ``<series>/<name>``.
 
     A plain 1-D tensor is logged in the same way, with indices from 0 as names.
 
@@ -123,7 +124,7 @@ class Metric(Protocol):
 
 @runtime_checkable
 class StageMetric(Protocol):
-    """Metric over the tallies of a model's modules (:class:`d9d_core.traits.HasTallies`).
+    """Metric over the tallies that a model's modules count in their forward (:class:`d9d_core.traits.HasTallies`).
 
     Its ``update`` receives tallies instead of the task's observations: ``"<module name>/<tally>"`` -> tensor, of a
     microbatch in one pipeline stage at a time.

@@ -55,12 +55,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage receives tokens."""
+        """Whether the stage receives the model's inputs, such as tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage holds the head."""
+        """Whether the stage holds the model's heads."""
         return self.index == self.count - 1
 
 
@@ -81,7 +81,7 @@ class MultipliesRows(Protocol):
     """Optional protocol: a module that calls some of its modules with more rows than the microbatch has samples."""
 
     def row_factors(self) -> Mapping[str, int]:
-        """Rows of a training step's calls for each sample, by the relative names of these modules."""
+        """Relative name of each such module -> number of rows per sample, over all its calls in a training step."""
         ...
 
 
@@ -150,16 +150,17 @@ class LendsProduct(Protocol):
 
     The other module overlaps the product with communication of the layer's inputs or outputs, and fuses products that
     read the same inputs. If a row-wise layer lends its product, the product and the outputs of contained modules of
-    role ``in`` are already summed over the ranks, at this rank's positions; the layer then adds its other terms.
+    role ``in`` are already summed over the ranks, at this rank's positions; the layer then adds biases and the outputs
+    of its other contained modules.
     """
 
     @property
     def deferral(self) -> Deferral | None:
-        """Deferral of the weight's gradient, to be used by the function that computes the product."""
+        """Object through which the lent product may defer the weight's gradient; ``None`` to compute it at once."""
         ...
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:
-        """From now on, let a function compute the product ``rows @ weight.T``; the layer adds biases and other terms.
+        """From now on, let a function compute ``rows @ weight.T``; the layer adds biases and outputs of its modules.
 
         Args:
             compute: rows [..., in features] -> product, differentiable; ``None`` leaves the product to the layer.
@@ -350,9 +351,9 @@ class SharesAttention(Protocol):
 class GathersLatents(Protocol):
     """Optional protocol for context parallelism: an attention core whose keys and values are computed from latents.
 
-    A strategy that gathers keys and values of all positions gives such a core the share after
-    :meth:`SharesAttention.see_queries`, and leaves its forward as it is: the core gathers the smaller latents, and the
-    module around it computes keys and values of all positions.
+    A strategy that would otherwise gather keys and values of all positions calls :meth:`gather_by` after
+    :meth:`SharesAttention.see_queries`. The core then gathers the latents, which are smaller, and the module around it
+    computes keys and values of all positions.
     """
 
     def latent_features(self) -> int:

@@ -81,7 +81,10 @@ class Optimizer(Protocol):
         ...
 
     def state(self) -> Mapping[str, Tensor]:
-        """Optimizer state: ``"<parameter name>/<slot>"`` -> tensor, not copied: a load writes into these tensors."""
+        """Optimizer state: ``"<parameter name>/<slot>"`` -> tensor; a slot is a name such as ``exp_avg``.
+
+        The tensors are not copies, so that a checkpoint can be loaded into them.
+        """
         ...
 
 
@@ -109,7 +112,7 @@ class AveragesWeights(Optimizer, Protocol):
 
     @property
     def average(self) -> tuple[str, float]:
-        """State slot s and factor w of the weights for evaluation, ``(1 - w) * parameter + w * s``.
+        """Name of the state slot s, and the factor w, of the evaluation weights ``(1 - w) * parameter + w * s``.
 
         Code that reads a checkpoint computes these weights by this formula, in the slot's dtype.
         """

@@ -49,20 +49,20 @@ __all__ = [
 
 _NAME = re.compile(r"[0-9]*[a-z][a-z0-9_]*(\.v[0-9]+)?")
 
-#: The form of a :class:`Ref`.
+#: Pattern of the text of a :class:`Ref`.
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-#: Module name of a single-file plugin, see :mod:`d9d_core.registry.single_file`; the group is the file's name.
+#: Pattern of a single-file plugin's module name (:mod:`d9d_core.registry.single_file`); its group is the file's name.
 _FILE = re.compile(r"d9d_file_(\w+)_[0-9a-f]{12}")
-#: The annotation of a field that holds a reference.
+#: Pattern of the annotation of a record's field that holds a reference.
 _REFERENCE = re.compile(r"\bRef\b")
 
-#: In :attr:`ModelSpec.model_types`: each type that no other record lists.
+#: Entry of :attr:`ModelSpec.model_types` that stands for every type that no other record lists.
 ANY_MODEL_TYPE = "*"
 #: Decorator of the functions in a plugin.py that implement a hook.
 hookimpl = pluggy.HookimplMarker("d9d")
 #: Order in which strategies act on a freshly built stage, first to last.
 ANCHORS = ("inject", "convert", "tensor", "context", "expert", "checkpointing", "compile", "data")
-#: Place of a strategy relative to its anchor.
+#: When a strategy acts, relative to the other strategies of its anchor, which is one of :data:`ANCHORS`.
 POSITIONS = ("before", "at", "after")
 #: Namespaces of capability tokens that only core defines; plugins cannot declare tokens in them.
 RESERVED = ("mesh", "strategy", "device", "import")
@@ -497,7 +497,9 @@ class CommandSpec(Spec):
 
 @dataclass(frozen=True, slots=True)
 class ViewDim:
-    """Dimension of a view. Its size is the product of some mesh axes, divided by the axes that overlap them.
+    """Dimension of a view, which is another shape of the mesh (:class:`ViewSpec`).
+
+    Its size is the product of the sizes of some mesh axes, divided by the sizes of the axes that overlap them.
 
     Attributes:
         name: name of the dimension in device meshes.

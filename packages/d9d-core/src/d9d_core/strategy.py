@@ -221,7 +221,7 @@ class Reducer(Protocol):
 
 
 class Meetings(Protocol):
-    """Meetings of replicas that take their own optimizer steps, for :attr:`Applied.meetings`.
+    """Meetings, after which replicas that take their own optimizer steps are equal; for :attr:`Applied.meetings`.
 
     Between two meetings, each replica trains with the gradients, gradient norm and optimizer state of its own samples.
     If a step is not finite in one replica, no replica takes it. At a meeting, the parameters of all replicas become
@@ -284,8 +284,8 @@ class Applied:
             evaluation and export, which use only one replica.
         check_kernels: function called when kernels are bound to the stage's ops, after all strategies; raises
             :class:`~d9d_core.errors.BuildError` if the kernels do not support the strategy.
-        meetings: meetings of the replicas, instead of ``resynchronise``, if replicas take their own steps and a save,
-            an evaluation or an export must not change the training.
+        meetings: object that makes replicas equal after some steps; instead of ``resynchronise``, if replicas take
+            their own steps and a save, an evaluation or an export must not change the training.
         elastic: replicas of the whole run, outside of this job's mesh, that share the microbatches of each step.
     """
 

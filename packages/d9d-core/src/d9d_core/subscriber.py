@@ -36,7 +36,7 @@ _MARK = "d9d_events"
 class OwnEvent:
     """Base class for a plugin's own events, emitted with :attr:`d9d_core.events.EventsReady.emit`.
 
-    Frozen dataclasses are recommended. Own events are delivered like all others::
+    Frozen dataclasses are recommended. A plugin's own events are delivered like d9d's events::
 
         @dataclass(frozen=True)
         class RolloutsReady(OwnEvent):

@@ -171,8 +171,9 @@ class Task(Protocol):
     """Training task: computes model inputs from a microbatch, and loss sums from outputs.
 
     The loss of a step is the sum over its terms of ``coefficient * (sum of the term) / (global weight of the term)``.
-    Weights depend on the microbatch alone, so they are known before the first backward and gradients need no later
-    scaling. A term of zero weight contributes zero.
+    The global weight is the sum of the term's weights over all microbatches and ranks. Weights depend on the microbatch
+    alone, so they are known before the first backward, and gradients need no later scaling. A term of zero weight
+    contributes zero.
 
     Optional protocols: :class:`StatefulTask`, :class:`SeesSteps`, :class:`UsesTopology`, :class:`OwnsMetrics`,
     :class:`HasHparams`, :class:`FinishesTraining`, :class:`WeighsOutputs`, :class:`SplitsPositions`,

@@ -70,7 +70,7 @@ class Topology(Protocol):
         ...
 
     def grid(self, view: str) -> Grid:
-        """Grid of a view of the mesh.
+        """Grid of a view, which arranges the ranks of the mesh along other dimensions.
 
         Raises:
             BuildError: no plugin declares the view.

@@ -41,9 +41,9 @@ __all__ = [
 
 #: Picture: uint8 [height, width, 3], red, green and blue channels.
 Picture: TypeAlias = "Tensor"
-#: Bytes of the longest name in UTF-8. Trackers name files by series, and file systems allow 255 bytes.
+#: Largest number of bytes of a name in UTF-8. Trackers name files by series, and file systems allow 255 bytes.
 LONGEST_NAME = 200
-_LONGEST_TAG = 60  # of three tags
+_LONGEST_TAG = 60  # bytes of a tag's value, so that three tags fit into a name
 _STEP = "step"  # column name that every tracker uses itself
 _DIGEST = 8  # hexadecimal digits
 

@@ -72,11 +72,11 @@ class TensorStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputTargets:
-    """Unit of a loss term that has its own targets: elements of an input of the model, except elements of value -100.
+    """Unit of a loss term with its own targets: each element of an input of the model that is not -100 counts once.
 
     Attributes:
         input: name of the input, integers [B, S, D]; the task gives it to every stage.
-        index: index of the term's targets in the last dimension.
+        index: index of the term's targets in the input's last dimension.
     """
 
     input: str
@@ -85,14 +85,14 @@ class InputTargets:
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """Loss term that a module adds to a step: ``coefficient * (its sum over the batch) / (global weight)``.
+    """Loss term that a module adds to a step: ``coefficient * (its sum over the batch) / (its units in the batch)``.
 
     Attributes:
         coefficient: factor of the term in the total loss.
         per: unit over which the term is summed and averaged: ``sample``, ``position`` of a sample, or its own targets.
             If the task's inputs have ``lengths`` (:mod:`d9d_core.data`), padding positions and samples of length zero
-            do not count. A module with own targets sums only the positions of its rank, a module with samples or
-            positions always whole samples.
+            do not count. A term with its own targets is summed over the positions of the rank only, a term per sample
+            or per position always over whole samples.
     """
 
     coefficient: float
@@ -154,7 +154,7 @@ class HasExperts(Protocol):
     dispatcher: Dispatcher
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
-        """Expert banks by relative name: modules whose parameters have the expert index as dimension 0."""
+        """Modules with stacked expert weights (banks) by relative name; their parameters' dimension 0 is the expert."""
         ...
 
 
@@ -239,7 +239,7 @@ class Dispatcher(Protocol):
 
 @runtime_checkable
 class HasBanks(Protocol):
-    """``model:banks``: the module multiplies rows with banks of matrices, one matrix per expert.
+    """``model:banks``: the module multiplies rows with banks, which are stacked weight matrices, one per expert.
 
     A fine-tuning method may add a module to a product: the module is called with the same rows, counts and
     ``spare_rows`` as the product, and its result is added to the product. The module's parameters, too, have the expert
@@ -261,8 +261,8 @@ class AddsLosses(Protocol):
 
     Its forward stores the sum of each term over the microbatch in a buffer, and injects the gradient of ``sum *
     factor`` into its output (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term need not pass through the
-    model's outputs and pipeline stages. The weights of the terms depend on the inputs only, so factors are known before
-    the first forward.
+    model's outputs and pipeline stages. The numbers of units (:attr:`LossTerm.per`) depend on the inputs only, so
+    factors are known before the first forward.
     """
 
     def loss_terms(self) -> Mapping[str, LossTerm]:
@@ -270,7 +270,10 @@ class AddsLosses(Protocol):
         ...
 
     def loss_factors(self) -> Mapping[str, Tensor]:
-        """Loss term -> buffer of ``coefficient / (global weight)``, float32 0-d; filled before each step."""
+        """Loss term -> buffer of ``coefficient / (number of units, :attr:`LossTerm.per`, in the batch)``, float32 0-d.
+
+        The training loop fills the buffers before each step.
+        """
         ...
 
     def loss_sums(self) -> Mapping[str, Tensor]:
@@ -294,7 +297,7 @@ class HasTallies(Protocol):
 class ObservesOnDemand(Protocol):
     """``model:observes``: the module computes some observations for metrics only if a metric reads them.
 
-    The observations are further outputs of the model, which the task passes on to metrics.
+    Observations are tensors that metrics read. Here they are further outputs of the model, which the task passes on.
     """
 
     def on_demand(self) -> Collection[str]:

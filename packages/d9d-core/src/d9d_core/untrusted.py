@@ -22,13 +22,13 @@ from typing import Any, Literal
 
 __all__ = ["Place", "parse_json", "read_regular", "visible"]
 
-#: Bytes of the largest JSON file that is parsed: the index of a million tensors has a third of this size.
+#: Largest size in bytes of a JSON file that is parsed; the index of a million tensors has a third of this size.
 MAX_JSON_BYTES = 1 << 28
-#: Levels of the deepest value, so that recursive functions stay within the interpreter's recursion limit.
+#: Largest depth of nested values, so that recursive functions stay within the interpreter's recursion limit.
 MAX_JSON_DEPTH = 200
-#: Most values in a JSON file: each takes about 60 bytes of memory, but may take only two bytes of the file.
+#: Largest number of values in a JSON file; a value takes about 60 bytes of memory, but may take only two in the file.
 MAX_JSON_VALUES = 1 << 23
-#: Digits of the largest whole number, so that a conversion to float does not overflow.
+#: Largest number of digits of a whole number, so that a conversion to float does not overflow.
 _MAX_DIGITS = 300
 
 _KINDS = {
@@ -48,7 +48,8 @@ _OTHERS = bytes(set(range(256)) - set(b"[{]}"))
 #: Characters that control a terminal or reorder a line: control characters but tab and newline, and direction marks.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
-#: Allowed symbolic links: any; ``near``: within the file's directory, or into the Hugging Face cache; or none.
+#: Symbolic links that a path may be: ``any``; ``near``, links within the file's directory or into the Hugging Face
+#: cache; or ``none``.
 Links = Literal["any", "near", "none"]
 
 

@@ -16,9 +16,9 @@ from types import MappingProxyType
 
 __all__ = ["Row", "find"]
 
-#: Word of a row that stands for any text or number.
+#: Entry of :attr:`Row.words` that stands for any text or number.
 ANY = "*"
-#: Characters of a piece of a job file, in contrast to the name of a field.
+#: Characters that tell a piece of a job file, such as ``parallel: [fsdp]``, from the name of a field.
 _PIECE = re.compile(r"[\[{ ]")
 #: Beginnings of commands and options.
 _COMMANDS = ("d9d ", "--")
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def section(self) -> str | None:
-        """First section that the word of d9d names; ``None`` if the word of d9d is no part of a job file."""
+        """First section of the job file that :attr:`ours` names; ``None`` if :attr:`ours` is a command or absent."""
         if self.ours is None or self.ours.startswith(_COMMANDS):
             return None
         return re.split(r"\W", self.ours)[0]

@@ -9,7 +9,7 @@ from d9d_core.errors import D9dError, JobError
 
 
 def require_whole_groups(tp: int, nodes: int, processes: int) -> None:
-    """Refuse groups of tensor parallelism that machines would hold in unequal parts.
+    """Check that each group of tensor-parallel ranks is within one machine, or on several whole machines.
 
     Ranks are numbered along ``tp`` first and machine by machine, so a group is within one machine, or on several whole
     machines, only if one of the two numbers divides the other.
@@ -20,7 +20,7 @@ def require_whole_groups(tp: int, nodes: int, processes: int) -> None:
         processes: number of processes on each.
 
     Raises:
-        JobError: a group would be on a machine and on a part of another one.
+        JobError: a group would span machines of which it uses only a part.
     """
     if nodes == 1 or processes % tp == 0 or tp % processes == 0:
         return

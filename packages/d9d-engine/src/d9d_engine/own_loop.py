@@ -140,7 +140,7 @@ class Stages:
         schedule: schedule of the pipeline.
         full: the whole model on the meta device, without strategies for stages of other ranks.
         outlines: all stages but the last, on the meta device and without strategies.
-        shared: parameters that several stages have, and these stages.
+        shared: name of each parameter that several stages have -> indices of these stages.
         applied: effects of the strategies, by stage.
         allocated: whether an :class:`OwnLoop` has allocated the stages, so that no strategy can be applied any more.
     """
@@ -446,7 +446,7 @@ def _place(spec: StrategySpec) -> tuple[int, int]:
 
 
 class _LossOfTask:
-    """Task as the executor reads it.
+    """Wrapper of a task that gives it the interface that the executor needs.
 
     Attributes:
         late: whether the weight of the loss depends on outputs.

@@ -16,7 +16,7 @@ from d9d_weights.sharding.collectives import all_gather_objects
 from torch import Tensor, nn
 from torch import distributed as dist
 
-#: Microbatches per pipeline rank that run together, enough to fill the pipeline.
+#: Number of microbatches, per pipeline rank, that run together: enough to fill the pipeline.
 TOGETHER = 4
 
 
@@ -44,12 +44,12 @@ class Captures:
             module.register_forward_hook(self._keeper(name))
 
     def groups(self, pack: Pack) -> Iterator[Pack]:
-        """Split a pack into groups of microbatches that run together; groups are small if ranks must store captures."""
+        """Split microbatches into groups that run together; small groups if pipeline ranks must store captures."""
         held = self._names and len(self._pipeline.hosts) > 1
         yield from groups_of(pack, TOGETHER * self._pipeline.ranks if held else len(pack))
 
     def run(self, executor: Executor, pack: Pack, outputs: Outputs) -> None:
-        """Run the model over microbatches; ``outputs`` receives the captures too. Collective over ``pp``.
+        """Run the model over microbatches; pass outputs and captures to ``outputs``. Collective over ``pp``.
 
         Raises:
             BuildError: a named module does not run exactly once per microbatch.
@@ -79,13 +79,19 @@ class Captures:
         return keep
 
     def _taken(self) -> dict[str, Tensor]:
-        """Captured outputs of the microbatch that the last stage just finished; earlier stages may be ahead."""
+        """Remove and return the captures of the microbatch that the last stage just finished.
+
+        Earlier stages on this rank may already have computed later microbatches.
+        """
         if missing := [name for name in self._names if not self._seen.get(name)]:
             raise _not_once_error(missing[0])
         return {_key(name): tensors.pop(0) for name, tensors in self._seen.items()}
 
     def _sent(self, count: int) -> dict[str, list[Tensor]]:
-        """Send the captures of all microbatches to the rank with the last stage. Collective over ``pp``."""
+        """Send the captures of all microbatches to the rank with the last stage, which returns them by module name.
+
+        Collective over ``pp``.
+        """
         group = self._topology.axes_group("pp")
         assert group is not None
         here = {name: [(list(one.shape), str(one.dtype)) for one in found] for name, found in self._seen.items()}
@@ -121,7 +127,7 @@ def module_names(stages: Sequence[nn.Module]) -> list[str]:
 
 
 def groups_of(pack: Pack, size: int) -> Iterator[Pack]:
-    """Split into groups of at least ``size`` microbatches, or a single group: schedules need a minimum number."""
+    """Split microbatches into groups of at least ``size``, which a schedule may need; one group if there are fewer."""
     count = max(1, len(pack) // size)
     edges = [len(pack) * index // count for index in range(count + 1)]
     return (pack[begin:end] for begin, end in pairwise(edges))

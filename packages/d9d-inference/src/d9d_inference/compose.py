@@ -144,7 +144,7 @@ def _forwards(
     stream: DataStream,
     topology: Topology,
 ) -> Forwards:
-    """Build the forwards that a task needs: one per microbatch, or one per generated token."""
+    """Build the runner of a task's forwards: one forward per microbatch, or one per generated token."""
     assembly = forward.assembly
     if not isinstance(task, ContinuesRows):
         captures = Captures(reads, assembly.stages, assembly.pipeline, topology)
@@ -162,7 +162,7 @@ def _forwards(
 
 
 def _parts(job: InferenceConfig, task: InferenceTask, topology: Topology) -> PositionParts | None:
-    """Split of samples over the ranks of ``cp``; ``None`` without ``cp``. Collective over all ranks.
+    """Build the splitter of samples over the ranks of ``cp``; ``None`` without ``cp``. Collective over all ranks.
 
     Raises:
         BuildError: the task needs full samples.
@@ -178,7 +178,7 @@ def _parts(job: InferenceConfig, task: InferenceTask, topology: Topology) -> Pos
 
 
 def check_columns(task: InferenceTask) -> None:
-    """Check that the first column of a task has the row numbers.
+    """Check that the first column of a task's rows is the row number.
 
     Raises:
         JobError: the first column is not ``row``.
@@ -245,7 +245,7 @@ def _subscribers(selection: InferenceSelection) -> list[Subscriber]:
 
 
 def _check_peft(assembly: Assembly) -> None:
-    """Check that a fine-tuning method has trained weights.
+    """Check that a fine-tuning method, if the job has one, starts from the files of a trained adapter.
 
     Raises:
         JobError: the method has no adapter to start from.
@@ -260,7 +260,11 @@ def _check_peft(assembly: Assembly) -> None:
 
 
 def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Mapping[str, Any]:
-    """Values that determine the output rows: the job without its layout, the data at its start, the weights."""
+    """Collect all values that determine the output rows.
+
+    The job's sections without :data:`_FREE`, the output columns, the initial state of the data stream, and identities
+    of the weights.
+    """
     decides = {name: value for name, value in job.resolved().items() if name not in _FREE}
     assert isinstance(job.model, ModelConfig)
     assert job.model.pretrained is not None  # checked before

@@ -16,14 +16,14 @@ from d9d_inference.generation.decoder import Decoder
 
 
 class Forwards(Protocol):
-    """Runs forwards over the microbatches of a rank's share of a pack."""
+    """Runs the model over the microbatches of one rank."""
 
     def run(self, pack: Pack, outputs: Outputs) -> None:
         """Run the model over microbatches. Collective over all ranks, with the same number of microbatches on each.
 
         Args:
-            pack: microbatches on the device, with ``rows``.
-            outputs: called for each microbatch in order, on the ranks that have the last stage.
+            pack: microbatches on the device; each has ``rows``, the indices of its rows.
+            outputs: called with each microbatch and its outputs, in order, on the ranks that have the last stage.
         """
         ...
 
@@ -33,7 +33,7 @@ class OneForward:
 
     Args:
         executor: runs the model.
-        captures: captures of the modules that the task reads.
+        captures: captures the outputs of the modules that the task reads.
     """
 
     def __init__(self, executor: Executor, captures: Captures) -> None:

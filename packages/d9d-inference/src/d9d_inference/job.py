@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from d9d_inference.runner import Inference
 
 
-#: Sections with another meaning in an inference job, or with a use in training only.
+#: Sections of a training job that an inference job does not take over, as they differ or only training uses them.
 _OF_TRAINING = ("task", "batch", "nonfinite", "subscribers", "peft")
 
 
@@ -68,7 +68,7 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         return cls.from_values({**given, "model": model, "run": run, **values}, registry=job.registry)
 
     def check(self, world_size: int | None = None) -> Resolution[Any]:
-        """Check all that needs no tensors: names, values, capabilities, views, forward-only programs.
+        """Check everything that needs no tensors: names, values, capabilities, and the pipeline's forward-only program.
 
         Args:
             world_size: number of processes; by default, the product of the mesh axes.

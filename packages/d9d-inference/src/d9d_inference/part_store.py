@@ -3,10 +3,10 @@
 Files of the run's directory::
 
         inference.json        job, and columns of the output
-        progress.json         number of finished samples, and the state of the data stream after them
+        progress.json         number of finished samples, of all samples, and the state of the data stream after them
         parts/000000000512-000000000128.jsonl, .json    rows of 128 samples starting with sample 512, and their facts
         output.jsonl          all rows, once the run is finished
-        summary.json          values over all rows
+        summary.json          results over all rows
 
 Once a part is on disk, first the part and then its description get their final names. Progress counts only parts that
 have both, so a killed run continues after the last counted sample, on any number of ranks.
@@ -39,8 +39,8 @@ class PartFacts:
 
     Attributes:
         samples: number of samples in the part.
-        rows: number of rows.
-        sums: tallies over these rows.
+        rows: number of rows in the part.
+        sums: the task's sums over these rows (:meth:`d9d_core.inference.InferenceTask.tally`).
     """
 
     samples: int
@@ -53,9 +53,9 @@ class Standing:
     """Progress of an inference run.
 
     Attributes:
-        samples: number of finished samples, from the first one.
+        samples: number of finished samples, counted from the first sample.
         stream: state of the data stream after these samples; ``None`` at the start.
-        summary: number of rows, and the task's values over all rows, once the output is complete.
+        summary: number of rows, and the task's results over all rows; ``None`` until the output is complete.
     """
 
     samples: int = 0
@@ -73,7 +73,7 @@ class PartStore:
 
     Args:
         directory: directory of the run.
-        writer: writes and joins parts.
+        writer: writer, which writes parts and joins them.
     """
 
     def __init__(self, directory: Path, writer: Writer) -> None:
@@ -115,7 +115,7 @@ class PartStore:
                 owned.__exit__(None, None, None)
 
     def begin(self, record: Mapping[str, Any]) -> Standing:
-        """Compare the directory with the job, return the progress of the run, and remove unfinished parts.
+        """Check that the directory belongs to the job, remove unfinished parts, and return the progress of the run.
 
         Args:
             record: JSON values that determine the output rows.
@@ -167,10 +167,10 @@ class PartStore:
         write_json(self.directory / _PROGRESS, {"samples": samples, "of": total, "stream": stream})
 
     def facts(self, samples: int) -> list[tuple[int, PartFacts]]:
-        """First sample and facts of each part that covers the samples below ``samples``, in order.
+        """List parts that together cover the samples below ``samples``: first sample and facts of each, in order.
 
-        Parts may overlap, if a rank of an earlier start, with another share of each pack, was still running. Any chain
-        of parts without gaps is correct, as the same samples have the same rows.
+        Parts may overlap if a rank of an earlier start, which divided the samples differently, was still running. Any
+        chain of parts without gaps is correct, as the same samples have the same rows.
 
         Raises:
             CheckpointError: parts are missing.

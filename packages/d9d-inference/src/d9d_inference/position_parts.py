@@ -37,7 +37,7 @@ class PositionParts:
         return self._task.split_positions(microbatch, self._positions)
 
     def join(self, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Tensors of full samples, on the first rank; ``None`` on other ranks. Collective over ``cp``."""
+        """Join tensors of ranks to full samples on the first rank; ``None`` on other ranks. Collective over ``cp``."""
         names = sorted(self._task.of_positions & kept.keys())
         joined = {name: self._gathered(kept[name]) for name in names}
         return {**kept, **joined} if self._positions.rank == 0 else None

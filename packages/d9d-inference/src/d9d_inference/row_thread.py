@@ -17,19 +17,19 @@ from torch import Tensor
 
 from d9d_inference.part_store import PartStore
 
-#: Key, in the kept tensors, of the index of each sample's first row.
+#: Name, among the tensors that a task keeps, of the tensor with the index of each sample's first row.
 ROWS = "rows"
-#: Number of packs that may wait to be written before the computation waits.
+#: Number of batches that may wait to be written before the computation waits.
 _AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPack:
-    """Tensors that the task keeps of this rank's share of a pack.
+    """Tensors that the task keeps of this rank's share of a pack, which is one batch of ``batch.size`` samples.
 
     Attributes:
         first: index in the dataset of the share's first sample.
-        samples: number of real samples in the share, without fillers.
+        samples: number of real samples in the share, without samples that only fill up the last batch.
         microbatches: kept tensors of each microbatch; in host memory once ``copied`` has passed.
         copied: event after the copies; ``None`` on a CPU.
     """
@@ -44,7 +44,7 @@ class RowThread:
     """Thread that writes the rows of packs in order. As a context manager, it ends with the block.
 
     Args:
-        task: makes rows.
+        task: task that makes rows of kept tensors.
         store: storage of the rows.
         nonfinite: whether a NaN or infinity in a row is an error.
     """
@@ -61,13 +61,13 @@ class RowThread:
         """Queue a pack; waits while two earlier packs are queued.
 
         Raises:
-            Exception: the exception of an earlier pack.
+            Exception: writing an earlier pack failed with this exception.
         """
         self.check()
         self._waiting.put(pack)
 
     def check(self) -> None:
-        """Raise the exception of an earlier pack, if there is one."""
+        """Raise the exception with which writing an earlier pack failed, if any failed."""
         if self._failure is not None:
             raise self._failure
 
@@ -75,7 +75,7 @@ class RowThread:
         """Wait until all rows are written.
 
         Raises:
-            Exception: the exception of a pack.
+            Exception: writing a pack failed with this exception.
         """
         self._waiting.join()
         self.check()
@@ -110,7 +110,7 @@ class RowThread:
 
 
 def joined_rows(task: InferenceTask, microbatches: Sequence[Mapping[str, Tensor]]) -> Columns:
-    """Make the rows of several microbatches, without fillers, in order of their numbers.
+    """Make the rows of several microbatches, without rows of mere fillers (row number -1), in order of the numbers.
 
     Raises:
         BuildError: the task returned other columns than it declares, or columns of different lengths.

@@ -32,9 +32,9 @@ from d9d_inference.part_store import PartStore, Standing
 from d9d_inference.position_parts import PositionParts
 from d9d_inference.row_thread import ROWS, KeptPack, RowThread
 
-#: Seconds until files written by another rank must be visible here.
+#: Seconds within which files written by another rank must become visible to the main rank.
 _PATIENCE = 60.0
-#: Names of the speed values, in addition to the task's values.
+#: Names of the values about speed, which are added to the task's results.
 _SPEED = ("seconds", "rows_per_second")
 
 
@@ -45,8 +45,8 @@ class InferenceOutcome:
     Attributes:
         status: ``finished`` if all rows are written; ``stopped`` if the run was interrupted with its progress saved.
         samples: number of finished samples.
-        rows: number of written rows; 0 if stopped.
-        values: the task's values over all rows; ``seconds`` and ``rows_per_second`` too, if this start computed rows.
+        rows: number of rows in the output file; 0 if stopped.
+        values: the task's results over all rows; ``seconds`` and ``rows_per_second`` too, if this call computed rows.
     """
 
     status: Literal["finished", "stopped"]
@@ -63,13 +63,13 @@ class Inference:
     Args:
         job: inference job.
         topology: rank, device, meshes and process groups of this process.
-        task: makes rows from outputs.
+        task: task that makes rows from outputs.
         forwards: runs the model over microbatches.
         model: this rank's stages of the model, in evaluation mode.
         least: smallest number of microbatches with which the pipeline's schedule works.
-        prefetcher: prefetcher of the data, at its start.
+        prefetcher: prefetcher of microbatches, at the start of the data.
         samples: number of samples to process.
-        facts: facts of the data.
+        facts: facts that the data stream states, such as the number of ``rows``.
         store: storage of the rows.
         record: values that determine the output rows.
         interrupts: stop requests.
@@ -116,8 +116,8 @@ class Inference:
     def run(self) -> InferenceOutcome:
         """Process the remaining data, write all rows, and join them to one file. Collective over all ranks.
 
-        After Ctrl-C or SIGTERM on any rank, all ranks finish the same pack, write its rows, and return. A restarted run
-        continues after these rows, on any number of ranks.
+        After Ctrl-C or SIGTERM on any rank, all ranks finish the same batch, write its rows, and return. A restarted
+        run continues after these rows, on any number of ranks.
 
         Raises:
             JobError: the directory has results of another job.
@@ -164,7 +164,7 @@ class Inference:
         return outcome
 
     def _all_packs(self, rows: RowThread, bar: SampleBar, standing: Standing) -> bool:
-        """Compute all packs; return whether a rank was asked to stop before the last pack."""
+        """Compute the remaining packs of ``batch.size`` samples; return whether a stop request ended this early."""
         size = self.job.batch.size
         states: dict[int, object] = {}
         shown, stop = standing.samples, False
@@ -187,7 +187,11 @@ class Inference:
         return stop
 
     def _pack(self, first: int, pack: Pack) -> KeptPack | None:
-        """Run the model over this rank's share of a pack; return kept tensors on one rank that has the last stage."""
+        """Run the model over this rank's share of a pack.
+
+        Returns:
+            Tensors that the task keeps, on one of the ranks with this share and the last stage; ``None`` on the others.
+        """
         share = self._share
         mine = first + self.topology.data_parallel_rank * share
         real = max(0, min(share, self.samples - mine))
@@ -219,7 +223,7 @@ class Inference:
         return KeptPack(mine, real, kept, copied)
 
     def _wanted(self, rows: Tensor, place: int) -> Tensor:
-        """Indices of the samples' first rows, with -1 for samples beyond the requested number."""
+        """Return ``rows``, the indices of the samples' first rows, with -1 for samples beyond the requested number."""
         in_all, samples = int(self._facts[ROWS]), int(self._facts["samples"])  # type: ignore[arg-type] # checked
         if self.samples == samples:
             return rows
@@ -234,7 +238,7 @@ class Inference:
         return self.job.batch.size // self.topology.data_parallel_size
 
     def _asked_to_stop(self) -> bool:
-        """Whether any rank was asked to stop. Collective over all ranks, with CPU tensors; called between packs."""
+        """Whether any rank was asked to stop. Collective over all ranks, with CPU tensors; called between batches."""
         asked = self.interrupts.requested is not None
         if self.topology.world is None:
             return asked
@@ -243,7 +247,7 @@ class Inference:
         return bool(flag)
 
     def _advance(self, states: dict[int, object], shown: int, bar: SampleBar) -> int:
-        """On the main rank, record packs whose rows are all written; return the number of finished samples."""
+        """On the main rank, record the batches whose rows are all written; return the number of finished samples."""
         if not self.topology.is_main:
             states.clear()
             return shown

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 
 def read_options(file: Path | None, assignments: Sequence[str]) -> dict[str, Any]:
-    """Fields of an engine's config: from a YAML, TOML or JSON file, replaced by ``FIELD=VALUE`` of the command line.
+    """Read the fields of an engine's config from a YAML, TOML or JSON file; assignments ``FIELD=VALUE`` override them.
 
     Raises:
         JobError: the file is malformed, or an assignment is.
@@ -42,10 +42,10 @@ def engine_config(registry: Registry, engine: str, fields: Mapping[str, Any]) ->
     Args:
         registry: registry that resolves the name of the engine.
         engine: name of a launcher.
-        fields: fields of its config, without ``name``.
+        fields: fields of the launcher's config, without ``name``.
 
     Raises:
-        PluginError: there is no such launcher, or a library that it needs is missing.
+        PluginError: there is no launcher of this name, or a library that the launcher needs is missing.
         JobError: an option is unknown or has a wrong value; one line per option.
     """
     try:

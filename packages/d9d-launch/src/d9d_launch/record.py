@@ -15,7 +15,7 @@ from d9d_core.untrusted import Place, parse_json, read_regular
 from d9d_weights.files.atomic import write_json
 from pydantic import ValidationError
 
-#: Directory of a submission, in the run's directory, and its files.
+#: Subdirectory of a run's directory for the submission; its files: the record, and the copy of the job file.
 FOLDER, RECORD, JOB = "launch", "submission.json", "job.yaml"
 
 
@@ -69,7 +69,7 @@ class SubmissionRecord:
         return record
 
     def job_change(self) -> str | None:
-        """Sentence about a difference between the job file and the submitted one; ``None`` if they are equal."""
+        """Sentence that says that the job file has changed or cannot be read any more; ``None`` if it is unchanged."""
         try:
             changed = digest_of(Path(self.job)) != self.digest
         except JobError:
@@ -90,14 +90,14 @@ def digest_of(job: Path) -> str:
 
 
 def run_directory(location: Path, overrides: list[str]) -> Path:
-    """Directory of a run that the command line names by its job file or by the directory itself.
+    """Find the directory of a run that the command line names by its job file or by the directory itself.
 
     Args:
         location: job file, or directory of the run.
         overrides: assignments ``section.field=value`` for a job file.
 
     Raises:
-        JobError: the file cannot be read, or its section ``run`` is wrong.
+        JobError: the job file cannot be read, or its section ``run`` is wrong.
     """
     if Place.of(location).kind == "run" or (location / FOLDER / RECORD).is_file():
         return location.absolute()
@@ -109,7 +109,7 @@ def run_directory(location: Path, overrides: list[str]) -> Path:
 
 
 def find_submission(location: Path, overrides: list[str], engine: str | None) -> tuple[Path, SubmissionRecord]:
-    """Directory and newest submission of a run.
+    """Find the directory of a run, and the record of its newest submission.
 
     Args:
         location: job file, or directory of the run.
@@ -117,7 +117,7 @@ def find_submission(location: Path, overrides: list[str], engine: str | None) ->
         engine: launcher that the submission must have; ``None`` for any.
 
     Raises:
-        LaunchError: the run has no submission, or one of another engine.
+        LaunchError: the run has no submission, or its submission is to another engine.
     """
     directory = run_directory(location, overrides)
     record = SubmissionRecord.read(directory / FOLDER)

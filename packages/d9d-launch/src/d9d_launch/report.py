@@ -20,7 +20,7 @@ class RunReport:
 
     Attributes:
         directory: directory of the run.
-        record: its submission.
+        record: record of the run's newest submission.
         engine: status that the engine reports.
     """
 
@@ -30,7 +30,7 @@ class RunReport:
 
     @property
     def state(self) -> str:
-        """State of the submission; ``stopped`` if it failed for the engine, but the run saved on request."""
+        """State that the engine reports; ``stopped`` instead of ``failed`` if the run saved after a stop request."""
         status = self.engine.exit_status
         stopped = read_stop(self.directory) is not None if status is None else status == EXIT_STOPPED
         return "stopped" if self.engine.state == "failed" and stopped else self.engine.state
@@ -60,7 +60,7 @@ class RunReport:
         return f"last logged step: {last['step']}{text}"
 
     def _ending(self) -> Iterator[str]:
-        """Yield how the run's last start ended; a start removes the files of the one before."""
+        """Yield a line about how the run ended; none while it runs, as a start removes the files of earlier endings."""
         if (ending := read_ending(self.directory)) is not None:
             reason = f": {ending['reason']}" if ending.get("reason") else ""
             yield f"finished after step {ending['step']} of {ending['steps']}{reason}"

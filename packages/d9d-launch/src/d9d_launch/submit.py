@@ -19,9 +19,9 @@ from d9d_launch.record import FOLDER, JOB, SubmissionRecord, digest_of
 
 
 def request_for(job: JobFile, file: Path, nodes: int, processes: int, options: list[str]) -> LaunchRequest:
-    """Request to train a job, of which a copy with all defaults and overrides is trained.
+    """Build the request to train a copy of a job, with all defaults and overrides.
 
-    A copy, because the job file may change while the submission waits, and because it was the copy that was checked.
+    The copy is what was checked; the job file may change while the submission waits.
 
     Args:
         job: job, loaded for ``nodes * processes`` processes.
@@ -31,7 +31,7 @@ def request_for(job: JobFile, file: Path, nodes: int, processes: int, options: l
         options: further arguments of ``d9d train``.
 
     Raises:
-        LaunchError: a path has a control character.
+        LaunchError: a path of the request has a control character.
         JobError: the job file cannot be read any more.
     """
     folder = job.run.directory.absolute() / FOLDER
@@ -51,7 +51,7 @@ def request_for(job: JobFile, file: Path, nodes: int, processes: int, options: l
 
 
 def dry_run(request: LaunchRequest, submission: Submission) -> str:
-    """Text of all files that a submission writes, each with its path, and of the command that it runs."""
+    """Text that shows the path and content of each file of a submission, and the command that submits it."""
     import shlex
 
     files = {request.job_file: request.job, **submission.files}
@@ -60,10 +60,10 @@ def dry_run(request: LaunchRequest, submission: Submission) -> str:
 
 
 def refuse_second(launcher: Launcher, engine: str, folder: Path) -> None:
-    """Refuse a run whose newest submission to this engine has not ended.
+    """Check that the run's newest submission, if it went to this engine, has ended.
 
     Raises:
-        LaunchError: the submission waits or runs.
+        LaunchError: that submission waits or runs.
     """
     record = SubmissionRecord.read(folder)
     if record is None or record.engine != engine:
@@ -82,8 +82,8 @@ class Engine:
 
     Attributes:
         name: name of the launcher.
-        options: all fields of its config, as JSON values.
-        launcher: the launcher.
+        options: all fields of the launcher's config, as JSON values.
+        launcher: launcher, which submits to the engine.
     """
 
     name: str

@@ -35,7 +35,7 @@ DOCUMENTATION = (
     "Documentation: docs/index.md of the repository; 'uv run mkdocs serve' shows it as a site. "
     "docs/words.md lists the words of other tools, such as learning_rate, with d9d's."
 )
-#: Errors of the place that a command writes to, not of its code.
+#: Error numbers of the operating system that mean that a command cannot write to a place; its code is not at fault.
 _OF_THE_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR)
 app = typer.Typer(
     name="d9d",
@@ -50,12 +50,12 @@ app.add_typer(plugins, name="plugins")
 
 
 def run() -> None:
-    """Run the command line, and print a D9dError, or an OSError about a place that cannot be written.
+    """Run the command line; print a D9dError, or an OSError about a place that cannot be written, without traceback.
 
-    Errors go to standard error. The exit status is then 2, or 1 once training runs.
+    Errors go to standard error. The exit status is then 2, or 1 for a failure during training.
     """
-    # Read when torch is imported: waiting threads sleep. Threads that spin, the default, halve the speed of training on
-    # a machine with other work.
+    # Let waiting threads sleep; torch reads the variable when it is imported. The default, threads that spin while they
+    # wait, halves the speed of training on a machine with other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper):  # plugins' texts may hold characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")

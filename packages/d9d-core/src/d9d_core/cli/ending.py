@@ -29,7 +29,7 @@ def end_in_time(status: int) -> None:
 
     def watch() -> None:
         threading.main_thread().join()
-        time.sleep(PATIENCE)  # a daemon thread: a process that ends earlier ends it
+        time.sleep(PATIENCE)  # this thread is a daemon: if the process ends sooner, the thread ends with it
         left = ", ".join(_left()) or "the end of the interpreter"
         text = f"warning: all was done {PATIENCE:g} s ago, but {left} still runs; this process ends without it\n"
         with suppress(OSError):

@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Least number of new objects between two collections. The imports of torch create a million objects that stay alive;
-#: with Python's default threshold, collections take a fifth of the import time.
+#: Smallest number of new objects between two collections. The imports of torch create a million objects that stay
+#: alive; with Python's default threshold, collections take a fifth of the import time.
 _SELDOM = 100_000
 
 

@@ -1,4 +1,4 @@
-"""Command group of ``d9d``: sub-commands of d9d-core, of the other foundation packages and of plugins."""
+"""Command group of ``d9d``: sub-commands of d9d's own packages and of plugins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from d9d_core.untrusted import visible
 
 
 class PluginGroup(typer.core.TyperGroup):
-    """Command group of d9d-core, foundation packages and plugins; no plugin replaces a foundation command."""
+    """Command group with the commands of d9d's own packages and of plugins; no plugin replaces a command of d9d."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Command names in help order; a name that several plugins declare is listed once per ``distribution/name``."""
@@ -36,7 +36,7 @@ class PluginGroup(typer.core.TyperGroup):
         return list(dict.fromkeys(name.partition(" ")[0] for name in names))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Command or group of this name, from d9d-core, the foundation or plugins; ``None`` if there is none.
+        """Find the command or group of this name in d9d's own packages and in plugins; ``None`` if there is none.
 
         Raises:
             PluginError: several plugins declare the command, or the package that provides it is not installed.
@@ -99,7 +99,7 @@ class PluginGroup(typer.core.TyperGroup):
 
     @cached_property
     def _foundation(self) -> dict[str, Entry]:
-        """Commands of the foundation packages (such as d9d-engine), by name."""
+        """Commands of d9d's own packages other than d9d-core, such as d9d-engine, by name."""
         return {entry.spec.key: entry for entry in foundation_commands(self._registry)}
 
     @cached_property
@@ -114,7 +114,7 @@ class PluginGroup(typer.core.TyperGroup):
 
 
 def foundation_commands(registry: Registry) -> list[Entry]:
-    """Commands of the foundation packages, which are always loaded; no plugin can replace these commands."""
+    """Commands of d9d's own packages, which are always loaded; no plugin can replace these commands."""
     return [entry for entry in registry.entries("command") if entry.origin.distribution in FOUNDATION]
 
 
@@ -158,7 +158,7 @@ class OpenGroup(typer.core.TyperGroup):
 
 
 class _Words(typer.core.TyperGroup):
-    """Group of the commands that begin with a word, such as ``new``, of all packages."""
+    """Group of all packages' commands with the same first word, such as ``new`` in ``d9d new job``."""
 
     def __init__(self, word: str, registry: Registry) -> None:
         found = (entry.spec.key for entry in registry.entries("command"))
@@ -168,7 +168,7 @@ class _Words(typer.core.TyperGroup):
         super().__init__(name=word, help=" ".join(summaries), no_args_is_help=True)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
-        """Second words of the installed commands."""
+        """Words after the group's name, one for each installed command of the group."""
         return self._second
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - likewise

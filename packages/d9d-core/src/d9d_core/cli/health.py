@@ -109,7 +109,7 @@ def _without_extra(registry: Registry) -> list[str]:
 
 
 def _print(console: Console, ok: bool | None, text: str, advice: str = "") -> None:
-    """Print a line with its mark; ``None`` or an advice marks a warning."""
+    """Print a line that begins with ``ok``, ``no``, or ``--`` for a warning (``ok`` is None, or there is advice)."""
     mark, colour = ("no", "red") if ok is False else ("ok", "green") if ok and not advice else ("--", "yellow")
     # Text, not markup: messages may contain brackets.
     console.print(Text.assemble((mark, colour), f"  {text}", f"; {advice}" if advice else ""))

@@ -14,7 +14,7 @@ from pathlib import Path
 from d9d_core.health import Health
 
 _GIB = 2**30
-#: Free bytes of a disk below which a warning says what to do: a checkpoint of a small model and its optimizer.
+#: Free bytes of a disk below which a warning is printed: the size of a small model's checkpoint with optimizer state.
 _SCARCE = 5 * _GIB
 #: Size of shared memory in bytes below which data workers and NCCL fail; Docker's default is 64 MiB.
 _SMALL = _GIB
@@ -24,7 +24,7 @@ def machine(verbose: bool = False) -> Iterator[tuple[str, Health]]:
     """Yield name and outcome of each check of the machine.
 
     Args:
-        verbose: include shared memory that is large enough.
+        verbose: include the check of shared memory even if the memory is large enough.
     """
     yield "python", Health(True, f"Python {platform.python_version()}, d9d {version('d9d-core')}")
     if (memory := _memory(Path("/"))) is not None:

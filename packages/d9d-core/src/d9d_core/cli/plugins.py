@@ -99,8 +99,8 @@ def check_plugins(
         name: plugin to check; all by default.
         as_json: print JSON.
         own_commands: names of d9d-core's sub-commands, which hide plugins' sub-commands of the same name.
-        strict: whether the use of a deprecated name is a problem, not only a line.
-        api: public API with which imports are compared; by default of this d9d-core.
+        strict: whether the use of a deprecated name is a problem; if not, it is only listed.
+        api: public API with which imports are compared; by default the API of this d9d-core.
 
     Raises:
         PluginError: no plugin has this name.

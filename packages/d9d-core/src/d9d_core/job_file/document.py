@@ -18,7 +18,7 @@ from d9d_core.untrusted import Links, read_regular
 
 __all__ = ["Document"]
 
-#: Bytes of the largest job file, about a hundred times the size of usual ones.
+#: Largest accepted size of a job file in bytes, about a hundred times the usual size.
 MAX_BYTES = 1 << 20
 #: Field at the beginning of a message: a path of several parts, or a section before a colon.
 _FIELD = re.compile(r"[a-z_]\w*(?:(?:\.\w[\w-]*|\[\d+\])+|(?=:))")
@@ -26,12 +26,12 @@ _FIELD = re.compile(r"[a-z_]\w*(?:(?:\.\w[\w-]*|\[\d+\])+|(?=:))")
 
 @dataclass(frozen=True)
 class Document:
-    """Values of a job file, and the line of each.
+    """Values of a job file, with the line number of each value.
 
     Attributes:
         values: mappings, lists and scalars.
         source: name of the file in messages.
-        lines: location -> line, as far as known.
+        lines: location of a value -> its line in the file, from 1; only of values whose line is known.
         overrides: locations that ``--set`` replaced.
     """
 
@@ -156,7 +156,8 @@ def _assign(values: dict[str, Any], parts: Location, value: Any) -> None:
     _put(target, parts[:-1], parts[-1], value)
 
 
-#: Sections where a bare word names a plugin. So do entries of lists, and ``data`` and ``sets`` of ``evaluation``.
+#: Sections that list components, and sections that are one component. In these sections, and in ``data`` and ``sets``
+#: of ``evaluation``, a bare word is the name of a component.
 _LISTS = ("parallel", "metrics", "trackers", "subscribers")
 _NAMED = ("model", "task", "data", "optimizer", "lr_schedule", "pipeline", "peft")
 

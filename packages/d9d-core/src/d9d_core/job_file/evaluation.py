@@ -19,15 +19,15 @@ class Evaluation(Section):
     """Evaluation of losses and metrics on other data during training."""
 
     every: PositiveInt
-    """Steps between two evaluations; the last step is always evaluated."""
+    """Steps between two evaluations; there is always one after the last step."""
     packs: PositiveInt | Literal["all"] = 4
-    """Batches per evaluation, the same ones each time; ``all`` evaluates every sample of the data exactly once."""
+    """Number of batches of an evaluation, always the same batches; ``all`` evaluates every sample exactly once."""
     sets: dict[SetName, Annotated[PluginConfig, Named("dataset")]] = {}
     """Several datasets by name, in place of ``data``; logged as ``eval/<name>/loss`` and so on."""
     data: Annotated[PluginConfig, Named("dataset")] | None = Field(default=None, validate_default=True)
     """Dataset of the evaluation; give either this or ``sets``."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
-    """Metrics over the data of each evaluation."""
+    """Metrics that are computed over all evaluated samples."""
 
     @field_validator("data")
     @classmethod

@@ -13,14 +13,14 @@ from d9d_core.job_file.lookup import load_config
 from d9d_core.registry.registry import Registry
 from d9d_core.words import find
 
-#: Most places that a hint lists.
+#: Largest number of places that a hint lists; if a field is in more sections, there is no hint.
 _PLACES = 3
 
 
 def field_hint(
     location: Location, job: type[Section], values: Mapping[str, Any], registry: Registry | None
 ) -> str | None:
-    """Hint for an unknown field; ``None`` if the message without the whole job is as good.
+    """Hint for an unknown field; ``None`` if the rest of the job file gives no better hint than the field's section.
 
     Args:
         location: location of the field.

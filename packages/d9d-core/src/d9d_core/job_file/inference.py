@@ -12,10 +12,11 @@ from d9d_core.job_file.open_union import Named
 
 
 class InferenceBatch(Batch):
-    """Numbers of samples between two saved positions and per forward pass."""
+    """Numbers of samples between two saves of the progress, and per forward pass."""
 
     size: PositiveInt = 512
-    """Samples between two saved positions, over all processes; a kill loses at most this many."""
+    """Samples of a batch, over all processes. Progress is saved when the rows of a batch are written; a kill loses only
+    the batches that are being computed or written, at most four."""
     microbatch: PositiveInt | None = 8
     """Samples per forward pass on one process; null takes all of a process's share."""
 
@@ -32,8 +33,8 @@ class InferenceConfig(BaseJob):
     limit: PositiveInt | None = None
     """Use only the first ``limit`` samples; null uses all."""
     too_long: Literal["error", "cut"] = "error"
-    """Policy for rows that are longer than a sample, or that the dataset drops: ``error`` before anything runs, or
-    ``cut``: shorten or drop them as the dataset does in training."""
+    """Policy for rows that are longer than a sample, or that the dataset drops: ``error`` stops before anything runs,
+    ``cut`` shortens or drops the rows as the dataset does in training."""
     nonfinite: Literal["error", "keep"] = "error"
     """Policy for NaN or infinity in a row: ``error`` names the row, ``keep`` writes the value as the format can
     (``null`` in JSON)."""

@@ -33,11 +33,11 @@ Dtype = Literal["float32", "bfloat16"]
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 
 
-#: Mesh axes that may be ``auto``: the number of processes divided by the other axes.
+#: Mesh axes whose size may be ``auto``: the number of processes divided by the sizes of the other axes.
 DATA_AXES = frozenset({"dp_replicate", "dp_shard"})
-#: Processes of the largest mesh, because every process stores a list of all processes.
+#: Largest number of processes of a mesh; it is limited because every process stores a list of all processes.
 MAX_RANKS = 1 << 17
-#: Most forward passes of one step on one rank, because each is an action of the step's program.
+#: Largest number of forward passes in a step on one rank; limited because each is an action of the step's program.
 MAX_MICROBATCHES = 1 << 14
 
 
@@ -84,17 +84,17 @@ class Mesh(Section):
     """Sizes of the mesh axes. Their product, without ``ep``, is the number of processes."""
 
     pp: Annotated[PositiveInt, Field(le=4096)] = 1
-    """Pipeline stages."""
+    """Ranks of the pipeline; each has one or more pipeline stages."""
     dp_replicate: DataSize = 1
     """Replicas of the (sharded) model; this or ``dp_shard`` can be ``auto``."""
     dp_shard: DataSize = 1
-    """Shards of the parameters; ``auto`` divides the number of processes by the other axes."""
+    """Ranks that shard the parameters; ``auto`` is the number of processes divided by the sizes of the other axes."""
     cp: PositiveInt = 1
     """Ranks that split each sequence (context parallelism)."""
     tp: PositiveInt = 1
     """Ranks that split each matrix (tensor parallelism)."""
     ep: PositiveInt = 1
-    """Expert groups, over the innermost axes; does not multiply the number of processes."""
+    """Ranks that split the experts; they are the ranks of the innermost other axes, so ``ep`` adds no processes."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -149,7 +149,8 @@ class GradientClipping(Section):
     """Clipping of gradients by their global norm."""
 
     max_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
-    """Largest norm; null disables clipping, but the norm is still measured."""
+    """Largest gradient norm; larger gradients are scaled down to it. Null disables clipping; the norm is still
+    measured."""
     p: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 2.0
     """Order p of the p-norm; ``inf`` is allowed."""
 
@@ -160,15 +161,15 @@ class Gradients(Section):
     accumulate: Literal["float32"] | None = None
     """Number format in which gradients are accumulated; null uses the parameters' format."""
     bucket_mib: PositiveInt = 32
-    """Size of the buckets in which gradients without FSDP are all-reduced."""
+    """Size in MiB of the buckets in which gradients without FSDP are all-reduced."""
 
 
 class Best(Section):
     """Retention of the checkpoints at which a logged value, such as the evaluation loss, was best."""
 
     series: str = "eval/loss"
-    """Name of the series, such as ``eval/loss``; the last value before the save counts, and of equal values the
-    first."""
+    """Name of the series, such as ``eval/loss``. A checkpoint has the last value before its save; of checkpoints with
+    equal values, the oldest is best."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller (``min``) or larger (``max``) values are better."""
     keep: PositiveInt = 1
@@ -219,11 +220,11 @@ class Timeouts(Section):
     """Seconds without progress after which a run of several processes counts as hung and ends with a report."""
 
     startup: Seconds = 600.0
-    """Until all processes have started, and until each of them is ready to train."""
+    """Seconds until all processes have started, and until each of them is ready to train."""
     step: Seconds = 600.0
-    """For one step; the first one includes compilation."""
+    """Seconds for one step; the first step includes compilation."""
     checkpoint: Seconds = 1800.0
-    """For one checkpoint or export."""
+    """Seconds for one checkpoint or export."""
 
 
 class Loading(Section):
@@ -234,8 +235,8 @@ class Loading(Section):
     threads: PositiveInt = 4
     """Concurrent reads per process."""
     read: Literal["each", "once"] = "each"
-    """``each``: every process reads its own part. ``once``: of the processes with the same part, one reads and sends it
-    to the others, for slow storage and fast networks."""
+    """``each``: every process reads the weights that it needs. ``once``: of the processes that need the same weights,
+    one reads and sends them to the others, for slow storage and fast networks."""
 
 
 class Precision(Section):
@@ -352,10 +353,10 @@ class JobConfig(BaseJob):
     nonfinite: Literal["error", "skip"] = "error"
     """Policy for a step with a NaN or infinite loss or gradient; such a step never changes the training state."""
     max_skipped: PositiveInt = 10
-    """Consecutive steps that ``nonfinite: skip`` may skip; one more ends the run with an error. The checkpoints before
-    the first skipped step of the run, and before these steps, are kept."""
+    """Number of consecutive skipped steps at which a run with ``nonfinite: skip`` ends with an error. The last
+    checkpoints before the run's first skipped step, and before these steps, are kept."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
-    """Metrics over each logging interval."""
+    """Metrics that are computed over all training steps since the previous logged step."""
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(
         default=[], json_schema_extra={"default": ["console", "jsonl"]}
     )

@@ -23,7 +23,7 @@ from d9d_core.registry.registry import Registry
 _TO_JOB = "to the job file"
 #: Suffix of a job file -> how it writes the name of a field; YAML is the default.
 _WRITTEN = {".json": '"{}":', ".toml": "{} ="}
-#: Pattern of names -> the same in words.
+#: Pattern that some names must match -> its description in an error.
 _NAMES = {
     r"^\w[\w.-]*$": "a name has letters, digits and _, and after the first character also - and .",
     "^[a-z][a-z0-9_]*$": "a name has small letters, and after the first character also digits and _",

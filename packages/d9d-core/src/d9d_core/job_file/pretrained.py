@@ -65,7 +65,7 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _completed(config: type[ModelConfig], stored: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The job file's fields over the stored ones, also within sections that are not a choice between several."""
+    """Update stored fields by the job file's; nested sections, except choices between several, are updated, too."""
     found = {**stored, **fields}
     for name, field in config.model_fields.items():
         parts = stored.get(name), fields.get(name)

@@ -17,10 +17,11 @@ import yaml
 from d9d_core.config import Location, dotted
 from d9d_core.errors import JobError
 
-#: Most values of a file: aliases repeat values, so a short file can expand beyond any memory.
+#: Largest number of values in a file, and deepest nesting. Aliases of YAML repeat values, so without a limit a short
+#: file could expand beyond any memory.
 MAX_VALUES = 100_000
 MAX_DEPTH = 100
-#: Bits of the largest whole number; a larger one would overflow as a float.
+#: Largest number of bits of a whole number; a larger number would overflow as a float.
 _MAX_BITS = 1000
 
 _TAG = "tag:yaml.org,2002:"

@@ -89,7 +89,7 @@ class Resolution(Generic[Selected_co]):
 
     Attributes:
         selection: records of the job's names.
-        verdicts: required capabilities, satisfied or undecided.
+        verdicts: verdict on each required capability: satisfied, or undecided if it cannot be known yet.
         judge: decides whether later choices, such as backends of ops, fit these records.
     """
 

@@ -18,8 +18,8 @@ from d9d_core.errors import JobError
 from d9d_core.job_file.document import Document
 from d9d_core.job_file.job import BaseJob
 
-#: Sections of the original run that are ignored: a command that reads the directory writes to no tracker, observes
-#: no training, and sets no learning rate.
+#: Sections that are ignored, because a command that reads the directory does not train: it writes to no tracker, has no
+#: subscribers, sets no learning rate and profiles no step.
 _LEFT_OUT = ("trackers", "subscribers", "lr_schedule", "profiling")
 #: Sections of free text, which is never opened as an address.
 _TEXT = (("run",),)

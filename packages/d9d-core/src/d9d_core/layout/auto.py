@@ -18,7 +18,7 @@ from d9d_core.job_file.job import DATA_AXES
 from d9d_core.plugin import StrategySpec
 from d9d_core.registry.registry import Registry
 
-#: Strategy for a job without a mesh on several processes; d9d-parallel declares it.
+#: Strategy that a job without a mesh gets on several processes; d9d-parallel declares it.
 DEFAULT_STRATEGY = "fsdp"
 _AUTO = "auto"
 

@@ -15,7 +15,7 @@ from d9d_core.program.placement import plan_pipeline
 from d9d_core.registry.capabilities import Chosen
 from d9d_core.registry.registry import Registry
 
-#: Most legal values that a message lists.
+#: Largest number of legal values that a message lists.
 _LISTED = 6
 
 

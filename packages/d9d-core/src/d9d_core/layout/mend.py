@@ -18,7 +18,7 @@ from d9d_core.program.placement import plan_pipeline
 from d9d_core.registry.capabilities import Circumstances, judge
 from d9d_core.registry.registry import Registry
 
-#: Numbers of microbatches to try for a schedule.
+#: Largest number of smaller microbatch sizes to try for a schedule; then four times as many larger batches are tried.
 _TRIES = 16
 _SECTIONS = ("mesh", "parallel", "pipeline", "batch")
 

@@ -9,7 +9,7 @@ __all__ = ["awaited", "find_deadlock"]
 
 
 def awaited(index: ProgramIndex, buffers: int | None) -> dict[int, tuple[int, ...]]:
-    """Dependencies between ranks: number of an action -> actions of other ranks that must run before.
+    """Dependencies between ranks: number of an action -> numbers of the actions of other ranks that must run before it.
 
     A computation waits for the other rank's send of its inputs; a send waits for an earlier receive on the other rank,
     which frees a buffer.
@@ -32,7 +32,8 @@ def find_deadlock(index: ProgramIndex, buffers: int | None = 1) -> str | None:
 
     Args:
         index: index of the programs; each send must have a matching receive.
-        buffers: most tensors that one rank may send to another before the other has posted a receive.
+        buffers: largest number of tensors that one rank may send to another before that rank has posted a receive;
+            ``None`` for no limit.
     """
     needs = awaited(index, buffers)
     ranks = len(index.programs)

@@ -30,14 +30,14 @@ from d9d_core.schedule import (
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Placement of a model's stages on pipeline ranks, and the ranks' programs.
+    """Placement of a model's stages on pipeline ranks, and the ranks' programs, which list their actions in a step.
 
     Attributes:
         schedule: function that generates the programs.
         hosts: position along ``pp`` of the rank that holds each stage.
         ranks: size of ``pp``.
         layers: number of layers of each stage; ``None`` if the model decides.
-        kinds: types of actions in a step of the job.
+        kinds: types of the actions in a step of the job.
     """
 
     schedule: Schedule = single_stage

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrival", "Handler", "StageRunner", "StepState", "Visit"]
 
-#: Stage and microbatch.
+#: Index of a stage, and index of a microbatch.
 Key = tuple[int, int]
 #: Function that waits for named tensors, if necessary, and returns them.
 Arrival = Callable[[], Mapping[str, "Tensor"]]
@@ -47,17 +47,17 @@ class StepState:
     Attributes:
         step: step number, 0-based; -1 in a forward outside of training steps.
         pack: microbatches on the device.
-        scale: loss term -> 1 / (its weight in the pack); empty in an evaluation.
-        visits: microbatches between their forward and backward.
-        inputs: inputs of a stage from the previous stage, from their arrival to their use.
-        outputs: outputs of a stage for another rank, until they are sent.
-        gradients: gradients of a stage's outputs, from their arrival to their use.
-        input_gradients: gradients of a stage's inputs, until they are sent to another rank.
-        terms: stage -> loss term -> its sum so far, scaled to a mean.
-        counted: tallies of modules that metrics have not read yet.
-        backwards: number of remaining backwards of each stage.
+        scale: loss term -> 1 / (its weight over all microbatches and all ranks of the step); empty in an evaluation.
+        visits: (stage, microbatch) -> its state between forward and backward.
+        inputs: (stage, microbatch) -> inputs from the previous stage, from their arrival to their use.
+        outputs: (stage, microbatch) -> outputs for a stage on another rank, until they are sent.
+        gradients: (stage, microbatch) -> gradients of the stage's outputs, from their arrival to their use.
+        input_gradients: (stage, microbatch) -> gradients of the stage's inputs, until they are sent to another rank.
+        terms: stage -> loss term -> its sum over the microbatches so far, multiplied by ``scale``.
+        counted: tallies, counted by modules in a forward, that metrics have not read yet.
+        backwards: stage -> number of its remaining backwards.
         split: stage -> microbatches whose backward is split into input and weight gradients.
-        weights: remaining weight-gradient computations of split backwards.
+        weights: (stage, microbatch) -> function that computes the weight gradients of a split backward.
         ends: functions to call at the end of the step, for example to wait for sends.
         evaluated: function that receives the last stage's outputs in an evaluation.
     """

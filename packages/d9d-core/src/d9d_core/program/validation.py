@@ -44,8 +44,8 @@ def validate(
         stages: number of stages of the model.
         microbatches: number of microbatches.
         training: whether there are backwards and reductions.
-        buffers: most tensors that one rank may send to another before the other has posted a receive; further sends
-            wait. ``None`` is no limit.
+        buffers: largest number of tensors that one rank may send to another before that rank has posted a receive;
+            further sends wait. ``None`` is no limit.
     """
     index = ProgramIndex.of(programs, stages, microbatches)
     problems = problems_of(index, training)

@@ -41,8 +41,8 @@ class Api:
 
     Attributes:
         packages: import names of all packages of d9d.
-        foundation: packages that may import each other's modules.
-        outer: packages of tools around the loop, which may import all modules of the foundation.
+        foundation: d9d's own packages that plugins build on; they may import all modules of each other.
+        outer: packages of tools around the training loop; they may import all modules of ``foundation``.
         for_suites: declared modules that only conformance suites may import; no API counts them.
         names: declared module -> name -> first release with the name.
         deprecated: declared module -> old name -> its deprecation.

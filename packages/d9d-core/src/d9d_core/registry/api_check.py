@@ -46,7 +46,7 @@ def api_findings(registry: Registry, among: Collection[str] | None = None, api: 
 
     Args:
         registry: records of the installed plugins.
-        among: distributions to check; all by default. The foundation is released together, so it is not checked.
+        among: distributions to check; all by default. d9d's own packages are never checked: they are released together.
         api: public API; by default of the installed d9d-core.
     """
     api = api or Api.shipped()

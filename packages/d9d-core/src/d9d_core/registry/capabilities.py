@@ -51,7 +51,7 @@ MODEL_TRAITS = (
     "layout_dependent",
     "split_backward",
 )
-#: Beginning of the advice on a library that no dependency of a plugin installs.
+#: Beginning of the advice on how to install a library that no dependency of its plugin installs.
 BY_HAND = "see the documentation"
 _UNDECLARED = "no plugin declares the token '{}'; it may be misspelt, or a plugin is missing"
 _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")

@@ -12,7 +12,7 @@ from d9d_core.registry.policy import normalise
 __all__ = ["Entry", "Origin", "plugin_error"]
 
 Record = Spec | CapabilitySpec
-#: Most characters of a plugin's value in a message.
+#: Largest number of characters of a plugin's value in a message.
 _SHOWN = 500
 
 

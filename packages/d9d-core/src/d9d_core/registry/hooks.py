@@ -46,9 +46,9 @@ PROJECT = "d9d"
 #: Plugin API -> first release with it, for the APIs that this release supports (docs/api-policy.md). A plugin module
 #: states the API that it was written for as ``D9D_API``.
 API_RELEASES: Mapping[int, str] = MappingProxyType({2: "0.1"})
-#: A plugin loads if it states this API or a newer one,
+#: Oldest plugin API that a plugin may state.
 OLDEST_API = min(API_RELEASES)
-#: and this API or an older one.
+#: Newest plugin API that a plugin may state.
 NEWEST_API = max(API_RELEASES)
 
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -22,7 +22,7 @@ class ThirdParty:
         distribution: normalised name of the distribution.
         url: address of its repository, or its directory in d9d's repository.
         install: argument of ``pip install``.
-        adds: kind -> names that the package offers.
+        adds: kind of record -> names of the components that the package offers.
     """
 
     distribution: str
@@ -40,7 +40,7 @@ class KnownPlugins:
     """Names that first-party packages offer, by kind, the versions of these packages, and third-party packages.
 
     Attributes:
-        homes: kind -> name -> distribution.
+        homes: kind of record -> name of a component -> distribution that offers it.
         versions: distribution -> version that supports this plugin API.
         others: third-party packages of d9d's list.
     """

@@ -1,7 +1,7 @@
 """Discovery of installed plugins: one scan of entry points, filtered before import; plugins load independently.
 
-The result does not depend on an order: candidates are sorted, and a name that two plugins declare is an error when
-used.
+The result does not depend on the order in which distributions are found: they are sorted, and a name that two plugins
+declare is an error when it is used.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["discover"]
 
 
 def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None = None) -> Registry:
-    """Load the foundation's plugins, the installed plugins that ``policy`` allows, and its single-file plugins.
+    """Load d9d's own packages, the other installed plugins that ``policy`` allows, and the files that ``policy`` names.
 
     Raises:
         PluginError: the policy names a plugin that is not installed; a required plugin is missing or broken; a
-            single-file plugin cannot be loaded; or, with ``strict``, there is any problem.
+            single-file plugin cannot be loaded; or ``policy.strict`` is true and any plugin has a problem.
     """
     policy = policy or PluginPolicy()
     collector = Collector(known or KnownPlugins.shipped())

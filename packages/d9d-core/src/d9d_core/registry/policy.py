@@ -93,7 +93,7 @@ class PluginPolicy:
         """Check the distributions that the policy names.
 
         Raises:
-            PluginError: an allowed or blocked distribution is not installed, or a foundation package is blocked.
+            PluginError: an allowed or blocked distribution is not installed, or one of d9d's own packages is blocked.
         """
         for where, name in sorted(self.named):
             if name in FOUNDATION & self.block:

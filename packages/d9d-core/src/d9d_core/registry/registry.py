@@ -22,7 +22,7 @@ __all__ = ["Registry"]
 
 #: Name of every op's own implementation, which runs on every device and belongs to no plugin.
 REFERENCE = "reference"
-#: Most characters of a name in a message.
+#: Largest number of characters of a name; a longer text is refused without further hints.
 _LONGEST = 200
 #: Component kind -> its counterpart in the other job type, and the command that runs such jobs; for hints in errors.
 _OTHER_JOBS = {"task": ("inference task", "d9d infer"), "inference task": ("task", "d9d train")}
@@ -67,7 +67,7 @@ class Registry:
 
     @classmethod
     def of(cls, *plugins: object, known: KnownPlugins | None = None) -> Registry:
-        """Registry of exactly these plugin modules (or objects with hook methods) and the foundation.
+        """Registry of exactly these plugin modules (or objects with hook methods) and d9d's own packages.
 
         Other installed plugins are ignored. For tests, and for programs that assemble a job themselves.
 
@@ -105,7 +105,7 @@ class Registry:
     def conflicts(self, among: Collection[str] | None = None) -> list[str]:
         """Messages about names that several plugins declare; it is an error only to use such a name.
 
-        Names of foundation commands are left out: these commands always take precedence.
+        Names of d9d's own commands are left out, because these commands always take precedence.
 
         Args:
             among: report only conflicts that involve one of these distributions; all by default.

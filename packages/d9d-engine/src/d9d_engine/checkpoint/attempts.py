@@ -18,7 +18,7 @@ class Attempts:
     """Repeats failed saves of one run and counts the failures in a row; the count is the same on all ranks.
 
     Args:
-        tolerated: number of failures in a row after which another attempt is still made.
+        tolerated: largest number of failures in a row after which another attempt is still made.
         longest_pause: longest pause between attempts, in seconds.
         group: process group of all ranks; must not be used elsewhere while a save runs.
         warn: called with a text at the first of several failures in a row, on the first rank, in the saving thread.

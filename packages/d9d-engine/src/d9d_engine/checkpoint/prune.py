@@ -19,7 +19,7 @@ class Pruner:
     Args:
         storage: directory of the checkpoints.
         retention: rules that choose the checkpoints to keep.
-        foreign: steps whose folders were not written by a save of that step; they are kept and not counted.
+        foreign: steps whose folders were not written by a save of that step; these folders are kept and not counted.
     """
 
     def __init__(self, storage: DirectoryStore, retention: Retention, foreign: set[int]) -> None:

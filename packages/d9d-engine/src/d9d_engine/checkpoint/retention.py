@@ -39,8 +39,8 @@ class Retention:
 
     Attributes:
         newest: number of newest checkpoints to keep; ``None`` keeps all.
-        every: keep checkpoints whose step is a multiple of this.
-        best: keep the checkpoints with the best values of a series.
+        every: also keep checkpoints whose step is a multiple of this number; ``None`` without this rule.
+        best: also keep the checkpoints with the best values of a series; ``None`` without this rule.
     """
 
     newest: int | None = None
@@ -50,7 +50,7 @@ class Retention:
     def surplus(
         self, steps: Iterable[int], scores: Mapping[int, float], saved: int, kept_before: Iterable[int] = ()
     ) -> list[int]:
-        """Steps whose checkpoints are to be removed, oldest first.
+        """List the steps whose checkpoints no rule keeps, so that they are to be removed; oldest first.
 
         Args:
             steps: steps of the existing checkpoints.

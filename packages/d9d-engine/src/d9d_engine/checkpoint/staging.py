@@ -15,8 +15,8 @@ import torch
 from d9d_weights.sharding.shards import LocalShards, TensorShard
 from torch import Tensor
 
-#: Pinned memory is allocated in powers of two, so shards share blocks of this many bytes; a larger shard is allocated
-#: by itself.
+#: Size in bytes of a block of pinned memory, which several shards share, because pinned memory is allocated in powers
+#: of two; a larger shard is allocated by itself.
 _BLOCK = 1 << 28
 _ALIGNMENT = 256
 

@@ -64,7 +64,7 @@ class CheckpointStore:
         topology: rank, device, meshes and process groups of this process.
         asynchronous: write in the background during training, from copies in host memory.
         timeout: how long ranks wait for a rank that reads or writes.
-        tolerate: number of storage failures in a row after which a save is repeated; see :meth:`save`.
+        tolerate: largest number of storage failures in a row after which a save is still repeated; see :meth:`save`.
         warn: called with a text on the first rank, in the writing thread.
     """
 
@@ -104,7 +104,7 @@ class CheckpointStore:
         Collective over all ranks.
 
         Raises:
-            CheckpointError: the directory cannot be created or written, or a machine has another one at this place.
+            CheckpointError: the directory cannot be created or written, or is not the same directory on all machines.
         """
 
         def create() -> list[str]:
@@ -233,7 +233,7 @@ class CheckpointStore:
         return found
 
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best checkpoint by the retention rules; ``None`` if no checkpoint has such a value.
+        """Step and value of the best checkpoint by the rule ``best``; ``None`` without the rule or without any value.
 
         Collective over all ranks.
         """
@@ -399,7 +399,7 @@ class CheckpointStore:
             error.add_note(f"besides, {second}")
 
     def _describe(self, tensors: Mapping[str, Tensor | ReplicaSlice]) -> tuple[dict[str, LocalShards], list[Any]]:
-        """Shards of ``tensors`` on this rank, and the signature by which a changed layout is noticed."""
+        """Shards of ``tensors`` on this rank, and their signature, which changes if a tensor's layout changes."""
         local_shards = describe(tensors)
         form = signature(local_shards)
         if form != self._form:

@@ -94,7 +94,7 @@ def save_adapter(
 
 
 def _changed_fields(job: JobConfig, selection: Selection) -> list[str]:
-    """Fields of ``config.json``, with their values, in which a model computes otherwise than its base model."""
+    """List the fields of ``config.json``, with values, that make the model compute differently from its base model."""
     model, spec = job.model, selection.model.spec
     if not isinstance(model, ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
         return []

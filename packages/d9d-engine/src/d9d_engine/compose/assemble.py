@@ -106,7 +106,7 @@ class Assembly:
 
     @property
     def meetings(self) -> list[Meetings]:
-        """Meetings of replicas that take their own steps."""
+        """Objects by which strategies make replicas equal that take their own optimizer steps."""
         return [applied.meetings for _, applied in self.applied if applied.meetings is not None]
 
     @property
@@ -338,7 +338,7 @@ def _apply(
 
 
 def _refuse_unmatched_parts(config: Any, outcomes: Iterable[Applied], names: Collection[str]) -> None:
-    """Refuse patterns of an entry for a part of the model that match no module of any stage."""
+    """Raise if a pattern in a strategy's field ``match`` matches no module of any stage."""
     for pattern in config.match if isinstance(config, PartConfig) else ():
         reasons = [why for one in outcomes if (why := one.unmatched.get(f"match {pattern}"))]
         if reasons and not any(fnmatchcase(name, pattern) for name in names if name):

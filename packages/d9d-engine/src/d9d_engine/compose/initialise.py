@@ -83,7 +83,7 @@ def _full_parameters(module: nn.Module, device: torch.device, sharded: Set[int])
 
 
 def _uneven(module: nn.Module, name: str, parameter: Any) -> str:
-    """Error of a parameter of which DTensor and FSDP2 give a rank different shards."""
+    """Error text for a parameter whose shards DTensor and FSDP2 cut differently."""
     over = " x ".join(map(str, parameter.device_mesh.shape))
     least = parameter.device_mesh.size()
     rows = -(-parameter.shape[0] // least) * least

@@ -65,7 +65,7 @@ def bind_kernels(
     documents: bool | None = None,
     checkpointed: Collection[str] = (),
 ) -> list[KernelChoice]:
-    """Choose a kernel for every op slot and bind it.
+    """Choose a kernel for every op slot, which is a call of an op with a replaceable kernel, and bind the kernel to it.
 
     Without a request, the accepting backend with the highest priority above 0 is chosen, else the reference. The
     reference is also chosen if the job requests a backend for an op that this op contains, because that request would
@@ -163,7 +163,7 @@ class _Requests:
     ) -> None:
         self._requested = requested
         for op, request in requested.items():
-            # A slot with this op as a part may give way to it, so a rule may be meant for its module.
+            # A module may call this op instead of an op that has it among its parts, so a rule may name that module.
             names = list(dict.fromkeys(name for name, slot in slots if op == slot.op or op in slot.parts))
             if names and not isinstance(request, str):
                 _check_rules(op, request, names)
@@ -338,7 +338,7 @@ def slot_facts(model: nn.Module) -> dict[Site, Mapping[str, Any]]:
 def holders_alike(
     model: nn.Module, before: Mapping[Site, Mapping[str, Any]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
 ) -> list[tuple[str, object]]:
-    """Holders of the model's op slots by name, after strategies, such that every rank makes the same choices.
+    """List the objects with the model's op slots, after strategies, such that every rank makes the same choices.
 
     Strategies change this rank's stages only. For the stages of other ranks, the same changes are assumed in modules
     of the same class: their slots get the added facts; removed slots are removed, and replaced slots are replaced.
@@ -402,7 +402,7 @@ def ops_elsewhere(model: nn.Module, here: Set[str]) -> frozenset[str]:
 
 
 def _others(alike: Mapping[str, OpSlot], facts: Mapping[str, Any]) -> dict[str, OpSlot]:
-    """Slots assumed for a module of another rank: copies of slots that strategies added to modules of its class."""
+    """Slots that another rank's module probably has: copies of slots that strategies added to modules of its class."""
     found = {attribute: copy(slot) for attribute, slot in alike.items()}  # subclasses refuse functions
     for slot in found.values():
         slot.static = {**slot.static, **facts}

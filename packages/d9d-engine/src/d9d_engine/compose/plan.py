@@ -46,7 +46,14 @@ __all__ = ["MemoryEstimate", "Plan"]
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimated bytes per device on the first rank, without activations; ``frozen`` is a frozen reference model."""
+    """Estimated memory of one rank's device, in bytes, without activations; of the planned rank, by default the first.
+
+    Attributes:
+        parameters: bytes of the model's parameters.
+        gradients: bytes of the gradients of the trained parameters.
+        optimizer: bytes of the optimizer state, and of tensors by which a strategy makes replicas equal.
+        frozen: bytes of the separate frozen model of a first pass, such as a reference model.
+    """
 
     parameters: int
     gradients: int
@@ -68,12 +75,12 @@ class Plan:
         verdicts: capabilities with their verdict: satisfied or undecided.
         assembly: model on the meta device.
         parameters: number of all parameters and of trained parameters.
-        memory: estimated memory of a device.
+        memory: estimated memory of this rank's device.
         flops_per_token: FLOPs of forward and backward per token; ``None`` if unknown.
         program: pipeline program of this rank's step.
         groups: parameter groups of the optimizer, as text and numbers for display.
         kernels: chosen backends for the ops of model and optimizer.
-        placements: parameters of this rank by placement.
+        placements: parameters of this rank, grouped by placement.
         collectives: collectives of this rank in a step.
         pretrained: text about the pretrained weights; ``None`` if the model is initialised at random.
         warnings: texts about settings that are slow or have no effect.
@@ -166,7 +173,7 @@ def _gradient_dtype(job: JobConfig, parameter: Tensor) -> torch.dtype:
 
 
 def _meeting_bytes(assembly: Assembly) -> int:
-    """Bytes of this rank's tensors of meetings."""
+    """Bytes of the tensors that meetings (strategies that make diverged replicas equal) keep on this rank."""
     for one in assembly.meetings:
         one.start()
     return sum(local(tensor).nbytes for one in assembly.meetings for tensor in one.state().values())

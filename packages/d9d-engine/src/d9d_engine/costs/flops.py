@@ -16,7 +16,8 @@ from d9d_core.registry.registry import Registry
 
 from d9d_engine.costs.tuning import adapter_costs, tuned
 
-#: Attention has two matrix products forward, four backward; the recomputed scores of fused attention are not counted.
+#: FLOPs of attention's backward divided by its forward's: the backward has four matrix products, the forward two. The
+#: product by which fused attention recomputes the scores is not counted.
 _ATTENTION_BACKWARD = 2.0
 #: Bytes per element; any value will do, as FLOPs do not depend on it.
 _WIDTH = 4

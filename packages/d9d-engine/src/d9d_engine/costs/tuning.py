@@ -14,7 +14,7 @@ from d9d_core.plugin import PeftSpec
 from d9d_core.registry.registry import Registry
 
 _PRODUCTS = ("product", "grouped_product")
-#: Method's costs for each weight of each op of a block.
+#: For each op of a block, the costs that the fine-tuning method adds to each weight of the op.
 _Effects = tuple[tuple[AdapterCost, ...], ...]
 
 

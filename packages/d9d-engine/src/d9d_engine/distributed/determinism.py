@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from d9d_core.errors import JobError
 
-#: Variable with the workspace sizes of cuBLAS; with these two values, results do not depend on concurrent streams.
+#: Environment variable with the workspace sizes of cuBLAS, and its two values with which results are deterministic.
 _VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _SIZES = (":4096:8", ":16:8")
 

@@ -40,7 +40,8 @@ class Topology:
         num_nodes: number of machines.
         views: name -> view of the mesh; see :class:`d9d_core.plugin.ViewSpec`.
         watchdog: enforces the time limits of phases.
-        simulated: whether the other processes do not exist; the device may not exist either. See ``topology.simulate``.
+        simulated: whether the other processes do not exist, because the job is only checked; the device may not exist
+            either. See :func:`d9d_engine.distributed.simulate.simulated_world`.
     """
 
     sizes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1) | {"ep": 1})

@@ -34,7 +34,7 @@ PORT = 29_500
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Machines on which one launcher each starts the same number of a job's processes.
+    """Machines that share a job; on each of them, a launcher starts the same number of processes.
 
     Attributes:
         count: number of machines, two or more.
@@ -239,7 +239,7 @@ def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
     """Choose the original failure among the failed processes; the other processes failed as a consequence.
 
     Args:
-        failed: at least one process, without processes that the launcher ended.
+        failed: failed processes, at least one; see :attr:`d9d_engine.launch.ranks.Ended.failed`.
         name_of: rank -> name of the rank in messages.
     """
 
@@ -297,7 +297,7 @@ def _loopback_store() -> Any:
 def _environment(processes: int) -> dict[str, str]:
     """Environment variables for the started processes; variables that the user sets take precedence."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Otherwise torch prints a stack of its own when the process that serves the store has ended.
+    # Without ERROR, torch prints a C++ stack when the process that serves the store has ended.
     values = {"OMP_NUM_THREADS": str(max(1, cores // processes)), _TORCH_LOG: "ERROR"}
     if platform.system() == "Linux":
         # All processes are on this machine, whose own host name may not resolve.

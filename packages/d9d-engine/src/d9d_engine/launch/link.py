@@ -68,5 +68,5 @@ class Link:
         self.send(failure=asdict(failure))
 
     def echoes(self, first: str) -> None:
-        """Report that this process fails because rank ``first`` failed."""
+        """Report that this process fails because the rank named ``first`` failed."""
         self.send(failure=None, first=first)

@@ -45,8 +45,8 @@ class Process:
         stop_status: exit status after a stop request.
 
     Attributes:
-        failed_elsewhere: whether another rank has failed, as far as this process can know.
-        interrupted: called when this process ends by a second Ctrl-C.
+        failed_elsewhere: function that returns whether another rank has failed, as far as this process can know.
+        interrupted: function to call when this process ends by a second Ctrl-C.
     """
 
     def __init__(self, env: ProcessEnv, listener: Listener | None, repeats: bool, stop_status: int = STOPPED) -> None:

@@ -21,7 +21,7 @@ from d9d_engine.launch.link import VARIABLE, Link
 from d9d_engine.run.interrupt import STOPPED, stop_signals
 from d9d_engine.supervision.failure import Failure
 
-#: Seconds that processes may continue after one failed, to detect and report the failure themselves.
+#: Seconds that processes may continue after another one failed, to detect and report the failure themselves.
 _LAST_SECONDS = 2.0
 #: Seconds in which a finished process must exit. Before that, its own watchdog ends it and reports the reason.
 _DONE_SECONDS = PATIENCE + 30
@@ -58,7 +58,7 @@ class Rank:
     ended: int = 0
 
     def hear(self) -> str | None:
-        """Read the process's messages; return the name of a signal that asked the process to stop, if any."""
+        """Read the process's messages; return the name of the signal that it received as a stop request, if any."""
         asked = None
         for message in self.link.receive():
             self.training |= "training" in message
@@ -73,14 +73,15 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Result of a launch after all processes have ended.
+    """Result of a launch attempt, once all its processes have ended.
 
     Attributes:
-        failed: processes that failed by themselves, without processes that the launcher ended.
-        asked: name of the signal that asked to stop, or ``None``.
-        training: whether the processes had progress to save.
-        insisted: whether repeated requests ended them before they could save.
-        stopped: whether a process ended before its work was complete, because of a stop request.
+        failed: processes that ended with an error or did not end in time. Processes that the launcher killed at the end
+            of the attempt, because another process had failed, are left out.
+        asked: name of the first signal that asked the launch to stop; ``None`` without a stop request.
+        training: whether any process had begun to train, and so had progress to save.
+        insisted: whether the user repeated the stop request, so that the launcher did not wait for saves.
+        stopped: whether a process saved and ended before its work was complete, because of the stop request.
     """
 
     failed: Sequence[Rank]
@@ -205,7 +206,15 @@ class Ranks:
                 rank.link.send(stop=name)
 
     def _repeat_request(self, number: int, before: int) -> bool:
-        """Forward another Ctrl-C, or kill all at the third request; return whether the wait for saves ends."""
+        """Forward a second Ctrl-C to all processes, or kill them at a third request.
+
+        Args:
+            number: number of the signal that repeats the request.
+            before: number of earlier requests.
+
+        Returns:
+            Whether the launcher no longer waits for saves.
+        """
         for rank in self.ranks:
             if rank.exit_code is None and before > 1:
                 rank.process.kill()

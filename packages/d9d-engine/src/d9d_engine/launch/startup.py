@@ -18,13 +18,13 @@ from typing import Any
 from d9d_core import events as ev
 from d9d_weights.files.atomic import write_text
 
-#: File in the run's directory with the command line and the seconds of the last start.
+#: File in the run's directory about its last start: command line, seconds of each phase, and environment.
 FILE = "startup.json"
-#: Phase whose line is printed with the next one's, so that an invalid job prints its error only.
+#: Phase whose line is printed together with the next phase's line, so that an invalid job prints its error only.
 _BEFORE_JOB = "plugins"
 #: Phases that show their own bars and lines on a terminal.
 _OWN_BARS = ("data", "weights", "trainer", "first step", "progress", "first pack")
-#: Seconds from which a phase is named in a line.
+#: Smallest duration in seconds of a phase that printed lines name.
 _TOLD = 1.0
 #: Phase -> text of the live line.
 _DOING = {
@@ -65,7 +65,7 @@ class StartUp:
     """Clock of a start-up, and a subscriber that ends its phases.
 
     On the terminal of a single process a phase of more than a second is a live line; otherwise it is printed when it
-    ends. The first step, or the first pack of inference, ends the start-up: a line with the phases of at least a
+    ends. The first step, or the first batch of inference, ends the start-up: a line with the phases of at least a
     second is printed, and the seconds of all phases and the facts of the data are written to the run's directory.
 
     Args:

@@ -21,17 +21,18 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.ranges import PREFIX, Ranges
 from d9d_engine.profiling.summary import STEP, Span, table, time_by_kind
 
-#: Number of the latest allocations and releases in a memory snapshot.
+#: Largest number of allocations and releases in a memory snapshot; the latest ones are kept.
 _MEMORY_EVENTS = 100_000
 
 
 class StepProfiler:
     """Profiler that writes a Chrome trace of each cycle on each rank.
 
-    Traces are ``<run>/profile/step-N/rank-R-<coordinate>.json.gz``. The step number alone decides whether a step is
-    recorded: all ranks record the same steps, and a resumed run continues the cycles. If a resumed run starts inside a
-    window, this window is skipped. Outside of windows, and without a config, the profiler has no cost. Traces are
-    compressed in a thread; if one cannot be written, a warning is printed.
+    The window of a cycle is its warm-up steps and its recorded steps. Traces are
+    ``<run>/profile/step-N/rank-R-<coordinate>.json.gz``. The step number alone decides whether a step is recorded: all
+    ranks record the same steps, and a resumed run continues the cycles. If a resumed run starts inside a window, this
+    window is skipped. Outside of windows, and without a config, the profiler has no cost. Traces are compressed in a
+    thread; if a trace cannot be written, a warning is printed.
 
     Args:
         config: steps and contents to record; ``None`` disables the profiler.

@@ -12,7 +12,7 @@ from d9d_engine.profiling.ranges import OPTIMIZER, PREFIX
 #: Prefix of the name of the range that torch puts around each recorded step.
 STEP = "ProfilerStep"
 Kind = Literal["optimizer", "attention", "matmul", "other", "communication"]
-#: Priority: if several kinds run at the same time, the first one is counted.
+#: Kinds of work in order of priority: of several kinds that run at the same time, only the first is counted.
 _ORDER: tuple[Kind, ...] = ("optimizer", "attention", "matmul", "other", "communication")
 LABELS = {
     "matmul": "matmul",

@@ -63,7 +63,7 @@ class LiveRun:
 
 
 class Attempts:
-    """Makes steps that elastic replicas share, each with as many attempts as it takes.
+    """Makes the steps that elastic replicas (runs of one job) share; repeats a step if a replica is lost in it.
 
     Args:
         shared: sums over the replicas.
@@ -102,7 +102,7 @@ class Attempts:
         self.replicas = 1
 
     def step(self, progress: Progress) -> ev.StepResult | None:
-        """Make the next step; if a replica is lost, repeat the step with the remaining ones and the same microbatches.
+        """Make the next step; if a replica is lost, the remaining replicas repeat it with the same microbatches.
 
         Collective over all ranks. ``None`` if this replica was asked to stop before the step was done.
 

@@ -45,7 +45,8 @@ from d9d_engine.trackers.hub import TrackerHub
 
 _MODEL, _OPTIMIZER, _METRICS = "model/", "optimizer/", "metrics/"
 T = TypeVar("T")
-#: Tensors of replicas that take their own steps, one row for each replica, and tensors of their strategies.
+#: Prefixes of tensor names in a checkpoint: tensors of replicas that take their own steps, with one row per replica;
+#: and tensors of the strategy that makes such replicas equal.
 _REPLICAS, _STRATEGY = "replicas/", "strategy/"
 #: Fields of the job that a resumed run may not change: weights and data order depend on them.
 _FIXED = ("model.", "seed", "precision.parameters")
@@ -60,7 +61,7 @@ class Progress:
     Attributes:
         step: number of optimizer steps done.
         tokens: number of tokens (or samples) consumed.
-        skips: steps without an update because of non-finite values.
+        skips: counts of the steps that were skipped because of non-finite values.
         logged: last value of each logged series; in a resumed run, initially :meth:`losses` of its checkpoint.
         trained_by: job of the checkpoint, if it differs from the run's job and no step was trained since.
         chosen: reason why a checkpoint was chosen for the export; ``None`` for the last step.
@@ -196,7 +197,7 @@ class Checkpointer:
             on_main(lambda: write_ending(self._job.run.directory, step, max(step, total), reason), self.store.group)
 
     def make_replicas_equal(self) -> None:
-        """Resynchronise replicas that strategies let diverge, before they are read. Collective over all ranks."""
+        """Make replicas equal that a strategy lets diverge, before a save or evaluation. Collective over all ranks."""
         for resynchronise in self._resynchronise:
             resynchronise()
 
@@ -386,7 +387,8 @@ class Checkpointer:
     def _saved_weights(self) -> dict[str, Tensor | ReplicaSlice]:
         """Weights and optimizer state for a checkpoint: of each replica, if replicas take their own steps.
 
-        The weights of such a checkpoint, for readers that know no replicas, are means. Collective over the replicas.
+        Such a checkpoint also has the means of the replicas' weights, under the names that readers without replicas
+        use. Collective over the replicas.
         """
         replicas = self._replicas
         if not replicas.kept:
@@ -511,7 +513,7 @@ class Checkpointer:
             replicas.start()
 
     def _load_own_parameters(self, checkpoint: Checkpoint) -> None:
-        """Load the parameters of this rank's replica, if the checkpoint was saved between two meetings."""
+        """Load the parameters of this rank's replica, if the replicas differed when the checkpoint was saved."""
         scope = _REPLICAS + _MODEL
         self._replicas.differ = any(name.startswith(scope) for name in checkpoint.manifest["tensors"])
         if self._replicas.differ:

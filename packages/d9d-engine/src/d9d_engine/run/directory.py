@@ -1,4 +1,7 @@
-"""Files in a run's directory: job, plugins, facts, programs, and how the run ended. Imports no torch."""
+"""Files in a run's directory: job, plugins, facts, programs, and how the run ended. Imports no torch.
+
+A start is one launch of the run's command; a run that was resumed has had several starts.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class RunFailure:
 
     Attributes:
         error: error in one line.
-        status: exit status of the rank that failed: 2 for an error that a restart would repeat; ``None`` if unknown.
+        status: exit status of the rank that failed; 2 means an error that a restart would repeat; ``None`` if unknown.
     """
 
     error: str
@@ -84,7 +87,7 @@ def write_start(
     _write_tokenizer(directory / TOKENIZER, save_assets)
     if programs:
         write_text(directory / PROGRAMS, format_programs(programs) + "\n")
-    else:  # an earlier start may have had another layout
+    else:  # this start has no pipeline; an earlier start with one may have left its programs
         (directory / PROGRAMS).unlink(missing_ok=True)
 
 
@@ -102,7 +105,7 @@ def _write_job(directory: Path, text: str, step: int) -> None:
 
 
 def kept_jobs(directory: Path) -> list[int]:
-    """First steps of the jobs that trained a run, in order; empty if one job trained all steps."""
+    """First step of each job that trained a part of the run, ascending; empty if one job trained all steps."""
     prefix, suffix = KEPT_JOB.split("{}")
     names = (file.name.removeprefix(prefix).removesuffix(suffix) for file in directory.glob(KEPT_JOB.format("*")))
     return sorted(int(name) for name in names if name.isdecimal())

@@ -21,7 +21,8 @@ from d9d_engine.step.executor import Executor
 from d9d_engine.step.first_pass import FirstPassRunner, no_first_pass
 from d9d_engine.step.metrics import Statistics
 
-#: Called with a set's name, and the last stage's outputs and the microbatch, both without filler samples.
+#: Function that is called with a set's name, and the last stage's outputs and the microbatch; both are cut to the real
+#: samples, without samples that only fill up the last batch.
 Seen = Callable[[str, Mapping[str, Tensor], Microbatch], None]
 
 
@@ -31,11 +32,12 @@ class EvaluationSet:
 
     Attributes:
         prefetcher: prefetcher of the dataset, at its start.
-        packs: number of packs to evaluate each time.
+        packs: number of batches to evaluate each time.
         name: name of the set, which is part of the names of its logged series; empty if there is only one set.
         statistics: metrics over this dataset, if there are any.
-        first_pass: first pass over a pack, whose results the loss uses.
-        real: number of samples to count in one pass, without fillers; ``None`` counts all samples.
+        first_pass: first forward over the microbatches of a batch, whose results the loss uses.
+        real: stream that tells which samples of a single pass are real, and do not only fill up the last batch;
+            ``None`` counts all samples.
     """
 
     prefetcher: DevicePrefetcher
@@ -59,8 +61,9 @@ class Evaluator:
         executor: runs the model.
         model: this rank's stages of the model.
         sets: evaluation datasets.
-        group: process group of the ranks with other samples, parts of samples or stages; ``None`` for a single rank.
-        beat: called before each pack, so that the watchdog sees progress.
+        group: process group of the ranks with other samples, other positions of the same samples, or other stages;
+            ``None`` for a single rank.
+        beat: called before each batch, so that the watchdog sees progress.
         likelihood: loss term whose exponential is the perplexity, if there is one.
         seen: called with all evaluated outputs, on the ranks that have the last stage.
     """

@@ -31,7 +31,9 @@ class Terminated(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Stop requests: inside the block, the first stop signal sets :attr:`requested`, a second SIGINT interrupts.
+    """Stop requests of a process; a context manager around the work that has progress to save.
+
+    Inside the block, the first stop signal sets :attr:`requested`, and a second SIGINT raises KeyboardInterrupt.
 
     Signals can only be caught in the main thread. A run in another thread, such as a worker of Ray, is asked to stop by
     :meth:`request`, which any thread may call::

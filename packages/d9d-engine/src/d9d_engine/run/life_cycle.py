@@ -195,7 +195,7 @@ class LifeCycle:
 
     @contextmanager
     def _prefetching(self) -> Iterator[None]:
-        """Stop the prefetcher's thread after the block; a later run fetches the prefetched packs again."""
+        """Stop the prefetcher's thread after the block; a later run fetches the prefetched microbatches again."""
         try:
             yield
         except BaseException:

@@ -84,7 +84,7 @@ class Logbook:
         watch: called with the step (1-based) and the loss of every step.
         nonfinite: whether a step with a non-finite loss or gradient is an error or is skipped.
         skips: steps skipped so far.
-        max_skipped: number of consecutive skipped steps that is an error.
+        max_skipped: number of consecutive skipped steps at which the run ends with an error.
         tokens: number of tokens consumed before.
         write_tables: called with the step and the tables of a logged step; ``None`` without receivers of tables.
         utilisation: tokens per second -> further values of a logged step.

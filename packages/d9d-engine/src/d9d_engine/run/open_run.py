@@ -301,7 +301,7 @@ class OpenRun:
             return self.parts.export(progress, kind, directory, keep, partial(self.bar.told, "exporting"))
 
     def _prepared(self) -> Callable[[], ev.StepResult | None]:
-        """Function that makes the next step; a pack is taken before, unless elastic replicas may change the step."""
+        """Return the function that makes the next step; fetch its microbatches, unless replicas may change the step."""
         if self._attempts is not None:
             return partial(self._attempts.step, self.progress)
         with self.parts.profiler.ranges("data wait"):

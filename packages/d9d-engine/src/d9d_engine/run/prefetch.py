@@ -1,4 +1,4 @@
-"""Prefetching of packs to the device before steps need them."""
+"""Prefetching of packs, the microbatches of one step each, to the device before steps need them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Split = Callable[[Microbatch], Microbatch]
 
 
 class DevicePrefetcher:
-    """Takes packs from a stream in a thread, and copies them to the device without waiting.
+    """Takes packs (the microbatches of one step each) from a stream in a thread, and copies them to the device.
 
     The packs do not depend on ``prefetch``. Use the prefetcher as a context manager: leaving the block ends the thread.
     Deleting the prefetcher also ends the thread, after the pack that it is fetching.

@@ -179,7 +179,7 @@ class ProgressBar:
         Without a terminal, the bytes of a long activity are lines on standard error.
 
         Args:
-            what: name of the activity; a save may run in the background of others.
+            what: name of the activity, which may run in the background, as a save does.
             done: number of processed bytes.
             total: number of all bytes.
         """

@@ -25,7 +25,7 @@ class RealSamples:
     Args:
         stream: stream that makes one pass.
         where: field of the job file with the dataset.
-        limit: count only samples whose first row is below this number; ``None`` counts all.
+        limit: count only samples whose first row has an index below this number; ``None`` counts all.
 
     Raises:
         DataError: the stream does not make a single pass, or has no samples.
@@ -56,7 +56,7 @@ class RealSamples:
         return pack
 
     def take(self) -> list[list[int]]:
-        """Indices of the real samples in each microbatch of the oldest pack that was not taken yet."""
+        """Indices of the real samples in each microbatch of the oldest pack that this method has not returned yet."""
         return self._taken.popleft()
 
     def _places(self, microbatch: Microbatch) -> list[int]:

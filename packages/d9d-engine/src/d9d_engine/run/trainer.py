@@ -73,7 +73,7 @@ class Trainer:
 
     @property
     def step(self) -> TrainStep:
-        """Training step, which takes a step number and a pack."""
+        """Training step, to be called with a step number and the step's microbatches."""
         return self._parts.step
 
     @property
@@ -83,7 +83,7 @@ class Trainer:
 
     @property
     def prefetcher(self) -> DevicePrefetcher:
-        """Prefetcher of packs to the device."""
+        """Prefetcher that copies the microbatches of coming steps to the device."""
         return self._parts.prefetcher
 
     @property
@@ -257,7 +257,7 @@ class Trainer:
                 ``communicators`` (memory of NCCL); by default all of them.
 
         Returns:
-            Bytes of the tensors on this rank's device.
+            Number of bytes that tensors have released on this rank's device.
 
         Raises:
             TrainingError: a tag does not exist, or the method was called inside a step.
@@ -278,13 +278,15 @@ class Trainer:
         return freed
 
     def wake(self, *tags: Tag) -> int:
-        """Take device memory back; training then continues with the same state. Collective over all ranks.
+        """Allocate the released device memory again and restore its contents; training then continues as before.
+
+        Collective over all ranks.
 
         Args:
             tags: see :meth:`sleep`; tags that are awake are ignored.
 
         Returns:
-            Bytes of the tensors on this rank's device.
+            Number of bytes that tensors occupy again on this rank's device.
 
         Raises:
             torch.OutOfMemoryError: device memory is too small; nothing is lost, and the call can be repeated.

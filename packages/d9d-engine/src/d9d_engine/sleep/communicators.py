@@ -37,7 +37,7 @@ def suspend() -> int:
 
 
 def resume() -> None:
-    """Take the device memory of all communicators back. Collective over all ranks."""
+    """Allocate the device memory of all communicators again. Collective over all ranks."""
     for backend in _of_devices():
         backend.resume()
 

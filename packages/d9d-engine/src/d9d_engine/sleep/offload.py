@@ -34,7 +34,7 @@ class Offloaded:
     """Contents of device tensors in host memory. Made by :func:`offload`.
 
     Attributes:
-        bytes: number of bytes, on the host and before on the device.
+        bytes: size of the contents in bytes.
     """
 
     def __init__(self, stored: Sequence[_Stored], chunks: Sequence[Tensor]) -> None:

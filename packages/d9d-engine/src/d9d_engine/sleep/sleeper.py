@@ -18,7 +18,7 @@ TAGS: tuple[Tag, ...] = get_args(Tag)
 
 
 class Sleeper:
-    """Releases a trainer's device memory, and takes it back.
+    """Releases a trainer's device memory, and allocates it again.
 
     Args:
         tensors: tag -> function that returns the current tensors.
@@ -46,7 +46,7 @@ class Sleeper:
         return [tag for tag in TAGS if not tags or tag in tags]
 
     def sleep(self, tags: Iterable[Tag]) -> int:
-        """Release the memory of these tags, unless they are asleep; return the bytes of tensors.
+        """Release the memory of these tags, unless they are asleep; return the number of bytes that tensors released.
 
         Collective over all ranks if ``communicators`` is among the tags. Waits for the device. After a failure, these
         tags are awake.
@@ -77,7 +77,7 @@ class Sleeper:
         return freed
 
     def wake(self, tags: Iterable[Tag]) -> int:
-        """Take the memory of these tags back, unless they are awake; return the bytes of tensors.
+        """Allocate and restore the memory of these tags, unless they are awake; return the number of tensors' bytes.
 
         Collective over all ranks if ``communicators`` is among the tags. Waits for the device.
 

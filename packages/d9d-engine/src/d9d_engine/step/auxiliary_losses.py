@@ -1,4 +1,4 @@
-"""Auxiliary losses of a model's modules, and tallies to which modules adapt."""
+"""Auxiliary losses of a model's modules, and tallies (counts of a forward) to which modules adapt."""
 
 from __future__ import annotations
 
@@ -101,11 +101,14 @@ class AuxiliaryLosses:
 
 
 class Tallies:
-    """Tallies of modules, for metrics and for modules that adapt to them once per step.
+    """Tallies of modules, for metrics and for modules that adapt to their tallies once per step.
+
+    Tallies are sums that a module counts in its forward, such as the number of tokens of each expert.
 
     Args:
         stages: index -> stage of this rank, materialised.
-        group: process group of the ranks with other samples or parts of samples; ``None`` for a single rank.
+        group: process group of the ranks with other samples, or other positions of the same samples; ``None`` for a
+            single rank.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup | None = None) -> None:

@@ -163,7 +163,7 @@ class GradientNorm:
 
 
 def gradient_power(gradients: Sequence[Tensor], device: torch.device, *, p: float) -> Tensor:
-    """Reference of the op ``gradient_power``: norms of tensors in float32, sum of their powers in a wider dtype.
+    """Reference implementation of the op ``gradient_power``: norms in float32, the sum of powers in a wider dtype.
 
     Args:
         gradients: one or more tensors, on any devices.

@@ -20,7 +20,7 @@ class UndoneError(Exception):
 
 
 class SharedStep:
-    """Sums of a step over elastic replicas, of which each has run a part of the microbatches.
+    """Sums gradients, losses, metrics and tallies of a step over elastic replicas, which share its microbatches.
 
     Args:
         replicas: replicas that share the step.
@@ -28,7 +28,7 @@ class SharedStep:
         statistics: metrics, to which each replica adds its own microbatches.
         tallies: counts of the model's modules.
         terms: loss terms.
-        late: whether the task weighs outputs.
+        late: whether the loss weight depends on the model's outputs (:class:`~d9d_core.task.WeighsOutputs`).
     """
 
     def __init__(

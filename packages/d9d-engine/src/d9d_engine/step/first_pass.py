@@ -1,4 +1,4 @@
-"""First pass over a pack: a forward without gradients, whose outputs the loss uses."""
+"""First pass over the microbatches of a step: a forward without gradients, whose outputs the loss uses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from d9d_engine.step.executor import Executor
 
 
 class FirstPassRunner(Protocol):
-    """Protocol of a function that runs the first pass over a pack."""
+    """Protocol of a function that runs the first pass over the microbatches of a step."""
 
     def __call__(self, pack: Pack, step: int | None) -> Pack:
-        """Add first-pass tensors to the microbatches of a pack. Collective over all ranks.
+        """Add first-pass tensors to the microbatches of a step. Collective over all ranks.
 
         Args:
             pack: microbatches on the device.
@@ -34,7 +34,7 @@ def no_first_pass(pack: Pack, step: int | None) -> Pack:  # noqa: ARG001 - see F
 
 
 class FirstForward:
-    """First pass that runs a forward over all microbatches of a pack, before the trained forward.
+    """First pass that runs a forward over all microbatches of a step, before the trained forward.
 
     Args:
         task: selects the outputs to keep, and computes the added tensors.

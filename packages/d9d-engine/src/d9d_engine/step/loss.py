@@ -19,15 +19,16 @@ from d9d_engine.step.gradients import Gradients
 class LossScale:
     """Factor for each sum of a loss term, so that gradients need no scaling pass.
 
-    A factor is 1 / (the term's weight over all ranks' packs), and zero without weight. If the weight depends on outputs
-    (:class:`~d9d_core.task.WeighsOutputs`), gradients are scaled after the last backward instead. If replicas take
-    their own steps, only the weights of the replica's own ranks count, and :meth:`settle` turns the losses into shares
-    of the means over all ranks.
+    A factor is 1 / (the term's weight over the step's microbatches on all ranks); zero without weight. If the weight
+    depends on outputs (:class:`~d9d_core.task.WeighsOutputs`), gradients are scaled after the last backward instead. If
+    replicas take their own steps, only the weights of the replica's own ranks count, and :meth:`settle` turns the
+    losses into shares of the means over all ranks.
 
     Args:
         task: task that declares terms and weights.
         auxiliary_losses: loss terms of the model's modules.
-        group: process group of the ranks with other samples or parts of samples; ``None`` for a single rank.
+        group: process group of the ranks with other samples, or other positions of the same samples; ``None`` for a
+            single rank.
         everywhere: process group of the ranks of ``group`` in all pipeline stages.
         place: index of this rank's replica, and number of replicas that take their own steps.
 
@@ -58,7 +59,7 @@ class LossScale:
             )
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
-        """Compute each term's factor: 1 / (its weight in the replica's packs), 0-d float32; zero if the weight is zero.
+        """Compute each term's factor, 0-d float32: 1 / (its weight over the replica's ranks), or zero without weight.
 
         Collective over the group.
         """

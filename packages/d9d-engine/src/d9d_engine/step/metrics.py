@@ -19,7 +19,7 @@ __all__ = ["Statistics"]
 
 _Merge = Callable[[Tensor, Tensor], Tensor]
 _MERGES: Mapping[str, _Merge] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-#: Series that the training loop logs.
+#: Names of the series that the training loop itself logs, so that metrics cannot use them without a prefix.
 _TAKEN = ("finite", "stop", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps", "mfu")
 
 
@@ -37,10 +37,10 @@ class Statistics:
     ranks. A separate communicator would take device memory without a gain.
 
     Args:
-        metrics: name, unique within the job, -> metric.
+        metrics: name of a metric, unique within the job -> metric.
         gated: whether to undo the updates of non-finite steps; costs a few kernels per metric and step.
-        group: process group of the ranks with other samples, parts of samples or stages; ``None`` for a single rank. A
-            state without updates does not change the merged state.
+        group: process group of the ranks with other samples, other positions of the same samples, or other stages;
+            ``None`` for a single rank. A state without updates does not change the merged state.
         device: device of merged states.
         twins: second instances of the metrics, for the separate stream: they are never updated, and compute values
             from merged states. A twin that copies loaded tensors to another device is dropped after its first values.
@@ -80,7 +80,7 @@ class Statistics:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Make the stream of merged states current inside the block, if there is one; it waits for the outer stream."""
+        """Make the separate stream, if there is one, current inside the block; it first waits for the outer stream."""
         if self._stream is None:
             yield
             return

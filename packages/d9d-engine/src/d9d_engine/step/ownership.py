@@ -96,7 +96,7 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
 def check_replicas(
     parameters: Mapping[str, Tensor], ownership: Ownership, topology: Topology, applied: Iterable[tuple[str, Applied]]
 ) -> Ownership:
-    """Find the axes along which replicas diverge, and check that they diverge as a whole and can become equal again.
+    """Find the axes along which replicas diverge; check that all trained parameters diverge and can become equal again.
 
     Args:
         parameters: name -> parameter, after all strategies.
@@ -105,7 +105,7 @@ def check_replicas(
         applied: (name of a strategy in messages, effects of the strategy) pairs.
 
     Returns:
-        The ownership with these axes.
+        The ownership, with these axes as ``apart``.
 
     Raises:
         BuildError: replicas diverge and cannot become equal, or diverge in some trained parameters only; the text names

@@ -1,4 +1,4 @@
-"""Replicas of the model that take their own optimizer steps, and their meetings."""
+"""Replicas of the model that take their own optimizer steps, and the meetings at which they become equal."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class Replicas:
         parameters: name -> trained parameter of this rank.
         ownership: owners of the gradient reductions, and the axes along which replicas take their own steps.
         topology: rank, device, meshes and process groups of this process.
-        meetings: meetings of the replicas.
+        meetings: objects that make the replicas equal after some steps.
 
     Attributes:
         index: index of this rank's replica.
         count: number of replicas that take their own steps.
         differ: whether the parameters of the replicas differ.
-        group: process group of the ranks with the same part of the model in all replicas; ``None`` for one replica.
-        meetings: meetings of the replicas.
+        group: process group of the ranks that hold the same part of the model, one in each replica; ``None`` for one
+            replica.
+        meetings: objects that make the replicas equal after some steps.
     """
 
     def __init__(
@@ -53,20 +54,20 @@ class Replicas:
         return bool(self.meetings)
 
     def start(self) -> None:
-        """Create the state of the meetings from the parameters, which are equal in all replicas."""
+        """Create the state of :attr:`meetings` from the parameters, which are equal in all replicas."""
         self.differ = False
         for one in self.meetings:
             one.start()
 
     def after_update(self, steps: int) -> None:
-        """Hold the meeting that is due after ``steps`` steps, if any. Collective over the replicas."""
+        """Make the replicas equal if a meeting is due after ``steps`` steps. Collective over the replicas."""
         for one in self.meetings:
             if one.due(steps):
                 one.meet()
         self.differ = not all(one.due(steps) for one in self.meetings)
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of the meetings, equal in all replicas: ``"<parameter name>/<slot>"`` -> tensor, not copied."""
+        """State of :attr:`meetings`, equal in all replicas: ``"<parameter name>/<slot>"`` -> tensor, not copied."""
         return {name: tensor for one in self.meetings for name, tensor in one.state().items()}
 
     def slices(self, tensors: Mapping[str, Tensor]) -> dict[str, ReplicaSlice]:

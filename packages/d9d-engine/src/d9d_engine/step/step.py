@@ -28,7 +28,7 @@ from d9d_engine.subscribers.event_bus import Events
 
 
 class TrainStep:
-    """Training step: makes one optimizer step with one pack. Never waits for the GPU.
+    """Training step: makes one optimizer step with the microbatches of all ranks. Never waits for the GPU.
 
     Args:
         task: counts tokens; notified of each step.
@@ -106,7 +106,7 @@ class TrainStep:
         self.ties.copy_values()
 
     def __call__(self, step: int, pack: Pack, attempt: Attempt | None = None) -> ev.StepResult:
-        """Run step ``step`` (0-based) on this rank's slice of a pack, on the device. Collective over all ranks.
+        """Run step ``step`` (0-based) on this rank's microbatches, which are on the device. Collective over all ranks.
 
         Args:
             step: number of the step.

@@ -72,14 +72,14 @@ class Ties:
         ]
 
     def reset(self) -> None:
-        """Set the gradients of the other copies to None."""
+        """Set the gradients of this rank's further copies to ``None``."""
         for tie in self.ties:
             for other in tie.others:
                 other.grad = None
 
     @torch.no_grad()
     def copy_values(self) -> None:
-        """Copy the values of the first copy to the other copies; call this after the first copy has changed."""
+        """Copy the values of this rank's first copy to its further copies; call it after the first copy has changed."""
         for tie in self.ties:
             for other in tie.others:
                 local(other).copy_(local(tie.first))

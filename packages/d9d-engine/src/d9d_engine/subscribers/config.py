@@ -21,7 +21,7 @@ class EarlyStoppingConfig(PluginConfig):
     patience: PositiveInt = 3
     """Number of consecutive values without improvement after which the run is saved and ends."""
     min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Smallest improvement that counts."""
+    """Smallest improvement over the best value so far that counts as an improvement."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger values are better."""
 

@@ -23,7 +23,7 @@ from torch import nn
 
 __all__ = ["Recompiled"]
 
-#: First steps, in which compilation is expected: for the first length, for other lengths, and for accumulated
+#: Number of first steps in which compilation is expected: for the first length, for other lengths, and for accumulated
 #: gradients.
 FREE_STEPS = 3
 #: torch's logger of recompilation reasons, and the name of the artifact that enables it.
@@ -81,7 +81,7 @@ class _Found:
 
 
 class CompilationLog:
-    """Prints that code is compiled, for how long, and, after the first steps, why.
+    """Prints when torch.compile starts, how many seconds it took, and, after the first steps, why it compiled again.
 
     Args:
         model: model whose modules are named.
@@ -139,7 +139,7 @@ class CompilationLog:
                 callbacks.remove_end_callback(self._end)
 
     def after(self, step: int) -> None:
-        """Report the compilations since the last call.
+        """Report the compilations since the last call: their seconds in the first steps, later also their causes.
 
         Args:
             step: number of steps done.
@@ -149,7 +149,7 @@ class CompilationLog:
         found, self._found = self._found, []
         seconds, self._seconds = self._seconds, 0.0
         if step - self._done <= FREE_STEPS:
-            self._note(f"compiled for {seconds:.1f} s until the end of step {step}")
+            self._note(f"step {step}: torch.compile took {seconds:.1f} s since the last report")
             return
         for one in found:
             cause = _most_informative(one.reasons)
@@ -194,7 +194,7 @@ class CompilationLog:
 
 @dataclass(frozen=True, slots=True)
 class _Switch:
-    """Settings of torch's logger of recompilations: enabled, level and propagation."""
+    """Settings of torch's logger of recompilations: whether it is enabled, its level, and whether it propagates."""
 
     on: bool = False
     level: int = logging.NOTSET
@@ -222,7 +222,7 @@ class _Reasons(logging.Handler):
 
 
 def _most_informative(reasons: tuple[str, ...]) -> str:
-    """Choose the most informative of the reasons, one per cached version; another grad mode is uninformative."""
+    """Choose the most informative reason; there is one per cached version, and a changed grad mode tells least."""
     return next((reason for reason in reasons if "GLOBAL_STATE" not in reason), reasons[0])
 
 

@@ -27,7 +27,7 @@ __all__ = ["Failure", "FailureReporter", "Listener"]
 
 #: Messages of a broken connection to another rank, which may have caused the failure.
 _BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/|nccl|timed out", re.IGNORECASE)
-#: Verb of a failure that another rank may have caused.
+#: Predicate of the headline of a failure that another rank may have caused; follows the name of the failed rank.
 _LOST = (
     "lost its connection to another rank, which may have been killed without a message of its own; the launcher's "
     "lines or the system's log may say why"
@@ -39,8 +39,8 @@ class OtherRankError(TrainingError):
 
     Args:
         who: rank and machine that failed.
-        text: its error, in one line.
-        exit_code: its exit status.
+        text: error of that rank, in one line.
+        exit_code: exit status of that rank.
     """
 
     def __init__(self, who: str, text: str, exit_code: int) -> None:
@@ -55,12 +55,12 @@ def headline(error: BaseException) -> str:
     return first if isinstance(error, D9dError) else f"{type(error).__name__}: {first}".rstrip(": ")
 
 
-#: End of the name of a first rank that has not failed, but ended by Ctrl-C.
+#: Suffix of the name of the rank that ended first, if it did not fail but ended by Ctrl-C.
 INTERRUPTED = "was interrupted"
 
 
 def what_happened(first: str) -> str:
-    """Clause about the rank because of which others end: it failed, or was interrupted."""
+    """Clause about the rank that ended first and made others end: ``NAME failed`` or ``NAME was interrupted``."""
     return first if first.endswith(INTERRUPTED) else f"{first} failed"
 
 
@@ -144,7 +144,8 @@ class FailureReporter:
         hide: source files whose frames are left out at the begin of tracebacks.
 
     Attributes:
-        exit_code: exit status of the failure; of the first rank's failure, if ``claim`` of :meth:`tell` sets it so.
+        exit_code: exit status of this rank's failure, or of the first rank's failure if ``claim`` of :meth:`tell` sets
+            it.
     """
 
     def __init__(self, who: str, listener: Listener | None, hide: Collection[str] = ()) -> None:

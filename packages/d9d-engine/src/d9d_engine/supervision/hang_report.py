@@ -21,7 +21,7 @@ FAILED = "failed"
 
 
 def claim_failure(store: Store, name: str, status: int) -> tuple[str, int]:
-    """Name of the rank that failed first, and its exit status; this rank's, if no other has failed.
+    """Claim to be the first rank that failed; return the name and exit status of the rank that really was the first.
 
     Args:
         store: store shared by all ranks.
@@ -42,9 +42,12 @@ class Status:
 
     Attributes:
         who: rank, coordinates and machine.
-        phase, step: see :class:`d9d_engine.supervision.watchdog.Phase`.
-        where, waits, stack: see :class:`d9d_engine.supervision.stacks.Doing`.
-        elapsed: seconds in this phase.
+        phase: name of the phase of the run, such as ``step``.
+        step: number of the optimizer step, if there is one.
+        where: one-line description of the code that the training thread runs.
+        waits: whether that thread waits for a collective or the device.
+        stack: stack of that thread, outermost frame first.
+        elapsed: seconds since the phase began.
         remaining: seconds to the deadline of the phase; negative after the deadline.
     """
 

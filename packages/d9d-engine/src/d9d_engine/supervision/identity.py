@@ -21,7 +21,7 @@ from d9d_core.registry.manifest import Manifest
 
 from d9d_engine.process_env import ProcessEnv
 
-#: Distributions whose versions must be equal on all ranks, and that the manifest of plugins does not have.
+#: Distributions whose versions must be equal on all ranks, but which are missing in the manifest of plugins.
 _SOFTWARE = ("torch", "d9d-core", "d9d-weights")
 #: Seconds by which the clocks of two machines may differ without a warning.
 _CLOCKS = 60.0
@@ -93,7 +93,7 @@ class Identity:
         return cls(*json.loads(data))
 
     def differences(self, other: Identity, mine: str, theirs: str) -> Iterator[tuple[type[D9dError], str]]:
-        """Yield the differences of two identities: type of the error and one message each.
+        """Yield the differences of two identities: for each, the type of the error to raise and its message.
 
         Differences of the jobs are left out if versions differ, because other versions may have other defaults.
         """

@@ -1,4 +1,7 @@
-"""Stacks of this process's threads: activity, and which thread waits for other ranks. Imports no torch."""
+"""Stacks of this process's threads: the activity of the training thread, and whether it waits for other ranks.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from types import FrameType
 
 #: Names of torch's wrapper functions around collectives.
 _WRAPPERS = frozenset({"wrapper", "inner", "_fn", "wrapped", "decorate_context", "func", "new_fn"})
-#: Activity of the main thread while autograd's threads run the backward, on an accelerator.
+#: Beginning of the training thread's ``where`` while autograd's own threads run a backward on an accelerator.
 _IN_BACKWARD = "in torch's _engine_run_backward"
 #: Calls that wait for a collective or for the device.
 _WAITING = re.compile(r"\b(wait|synchronize|item|tolist|cpu)\(")
-#: Number of shown frames: enough to see the call, without the frames of the command line.
+#: Largest number of frames in a shown stack: enough to see the call, without the frames of the command line.
 _SHOWN = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """Activity of a process.
+    """Activity of a thread: the code that it runs now.
 
     Attributes:
         where: one-line description, for comparing ranks.
-        waits: whether the thread is inside a collective, as far as Python can tell.
+        waits: whether the thread waits for a collective or the device, as far as Python can tell.
         stack: stack of the described thread, outermost frame first.
     """
 
@@ -39,12 +42,14 @@ class Doing:
 def doing(
     torch_home: Path, waited_for: threading.Thread | None = None, trains: threading.Thread | None = None
 ) -> Doing:
-    """Activity of the thread that trains, or of the thread that it waits for, such as autograd's in a backward.
+    """Describe the current activity of the training thread or, if it waits for another thread, of that thread.
+
+    In a backward on an accelerator, the training thread waits for a thread of autograd, which is found by its stack.
 
     Args:
         torch_home: directory of the torch package.
         waited_for: thread that the training thread waits for, if known.
-        trains: thread that trains; by default, and if it has ended, the main thread.
+        trains: training thread. The main thread is described instead if this is ``None`` or the thread has ended.
     """
     frames = sys._current_frames()  # noqa: SLF001 - documented for debugging
     main = threading.main_thread().ident if trains is None or trains.ident not in frames else trains.ident

@@ -35,7 +35,7 @@ class Phase:
     Attributes:
         name: name of the phase, and of its limit.
         step: optimizer step, if there is one.
-        since, deadline: seconds on the monotonic clock.
+        since, deadline: begin and deadline of the phase, in seconds of ``time.monotonic``.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Phase:
 class Watchdog:
     """Enforces the time limits of a process's phases. No effect without limits or before :meth:`start`.
 
-    The thread that makes it is the thread that trains, whose stack reports show.
+    The thread that constructs the watchdog must be the training thread: hang reports show its stack.
 
     Args:
         limits: phase -> seconds.

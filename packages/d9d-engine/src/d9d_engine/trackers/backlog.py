@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from d9d_core.tracker import Histogram, SeriesName, split_tags
 
-#: Kinds of values that can be saved as JSON; other kinds are lost in a crash if the tracker was behind.
+#: Kinds of values that a checkpoint can save as JSON; pending entries of other kinds are lost in a crash.
 _KINDS = ("write", "write_texts", "write_histograms")
 
 
@@ -21,7 +21,7 @@ class Backlog:
     Filled by the training thread, emptied by the tracker's thread.
 
     Args:
-        step: step up to which the tracker has flushed all entries.
+        step: number of the step up to which the tracker has flushed all entries.
         room: largest number of entries; older entries are dropped.
     """
 

@@ -38,15 +38,14 @@ __all__ = ["TrackerHub"]
 ROOM = 1000
 #: Key, next to tracker names, of the pending entries in a checkpoint.
 BEHIND = "(behind)"
-#: Share of the patience: a tracker that answers later is late. Its pending entries are in the checkpoint, so waiting
-#: for
-#: it again and again would cost time on all ranks for little.
+#: Fraction of the patience after which an answering tracker counts as late. The checkpoint has a late tracker's pending
+#: entries, so waiting for it again and again would cost time on all ranks for little.
 _SOON = 0.02
 _NOT_YET = "has not written everything yet"
-#: Number of invalid names that are reported; a dataset may have a million invalid labels.
+#: Largest number of invalid names that are reported; a dataset may have a million invalid labels.
 _REPORTED = 10
-#: Number of consecutive refused values after which the tracker is switched off; and the number if all of them have new
-#: names and the tracker has accepted other names before.
+#: Number of consecutive refused values after which a tracker is switched off. The second number applies if all these
+#: values have new names and the tracker has accepted other names before.
 _TRIED, _DOUBTED = 3, 10
 
 #: Kind of values (name of the method that writes it) -> protocol of runs that support it.
@@ -73,7 +72,7 @@ class TrackerHub:
     """Forwards logged values to every tracker, each in its own thread.
 
     Args:
-        trackers: name, unique within the job, -> tracker.
+        trackers: name of a tracker, unique within the job -> tracker.
         warn: prints a line; called in any thread.
         patience: seconds that :meth:`flush`, :meth:`state` and the answer to :meth:`request_state` wait for all
             trackers together; three times as long while a tracker opens, and in :meth:`close`. A late tracker is not
@@ -336,7 +335,7 @@ class _TrackerThread:
         """Write values in the tracker's thread. A refused name is left out from then on.
 
         Raises:
-            Exception: exception of the tracker, if it does not depend on names.
+            Exception: exception of the tracker, if names of values are not its cause.
         """
         left = {name: value for name, value in values.items() if (kind, name) not in self._refused}
         if values and not left:

@@ -15,7 +15,7 @@ from d9d_weights.files.atomic import replacing
 
 #: Largest number of bytes kept in memory while a disk is full.
 ROOM = 16 * 2**20
-#: Longest line in bytes; a longer one is read in parts, which are invalid JSON and skipped.
+#: Longest line in bytes that is read; a longer line is read in parts, which are invalid JSON and are skipped.
 _LONGEST = 1 << 26
 
 

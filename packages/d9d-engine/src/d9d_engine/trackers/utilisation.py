@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-#: Part of a device's name -> vendor's peak in TFLOP/s for dense bfloat16. More specific names come first.
+#: Part of a device's name -> the vendor's peak in TFLOP/s for dense bfloat16; more specific names come first.
 _PEAKS: Mapping[str, float] = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -65,7 +65,7 @@ class Utilisation:
             self._per_token = flops_per_token / (peak_tflops * 1e12 * devices)
 
     def __call__(self, tokens_per_second: float) -> dict[str, float]:
-        """Current values by series; memory values are the peaks of this process so far."""
+        """Values of a log entry: series -> value; memory values are the peaks of this process since its start."""
         mfu = {} if self._per_token is None else {"mfu": tokens_per_second * self._per_token}
         return mfu | (self._memory_values() if self._memory else {})
 

@@ -62,7 +62,7 @@ def evaluate(
     nproc: Nproc = None,
     alone: Alone = False,
 ) -> None:
-    """Evaluate a model on whole datasets: of the job's evaluation section, its training data, or given files."""
+    """Evaluate a model on whole datasets: from the evaluation section, the training data, or given files."""
     policy = policy_of(plugin, no_plugins, strict_plugins)
 
     def load(world_size: int | None) -> tuple[Subject, Subject | None]:
@@ -85,7 +85,7 @@ def evaluate(
             if env.launcher is not None:
                 raise JobError(f"--nproc: {env.launcher} has started this process; use its own options")
             with interrupts.raised():
-                # With as many processes as the mesh needs, the mesh of a run is kept.
+                # With --nproc auto, the number of processes follows from the run's mesh, which is kept.
                 number = nproc if nproc != "auto" else None
                 loaded = for_processes(lambda size, _again: load(size if number else None)[0].job, nproc)
             words = _words(target, data, like, checkpoint, limit, compare, as_json, overrides, plugin)

@@ -38,7 +38,7 @@ def infer(
     nproc: Nproc = None,
     alone: Alone = False,
 ) -> None:
-    """Run over all rows and write <run>/output. Continues after the rows of an earlier start."""
+    """Run the model over all rows of the data and write <run>/output. Continues after the rows of an earlier start."""
     with Interrupts().noted() as interrupts:
         output_is_incidental()
         try:

@@ -30,7 +30,7 @@ class FoundModel:
     Attributes:
         directory: directory with ``config.json`` and the weights.
         adapter: directory of an adapter; ``None`` without one.
-        origin: text that names the model and changes if the model does.
+        origin: text that identifies the model: it is different for changed files.
     """
 
     directory: Path
@@ -91,7 +91,7 @@ def found_model(
 
 
 def _export(checkpoint: str, target: Path, registry: Registry, note: Callable[[str], None]) -> None:
-    """Export a checkpoint, with the tokenizer of its run's export or data."""
+    """Export a checkpoint to ``target``, with the tokenizer of its run's export, pretrained model or data."""
     run = Place.of(checkpoint).run
     try:
         exported = None if run is None else run / "model"
@@ -113,7 +113,7 @@ def _origin(run: Path | None) -> str | None:
 
 
 def _copy_tokenizer(source: Path, target: Path, note: Callable[[str], None]) -> None:
-    """Replace tokenizer files by the tokenizer files that the run wrote at its start."""
+    """Copy the tokenizer files that the run wrote at its start to ``target``, over existing ones."""
     if not source.is_dir():
         note(f"no tokenizer from the run's data: {source} does not exist; name one with --tokenizer DIR")
         return
@@ -141,7 +141,7 @@ def _base_of(adapter: Path) -> str:
 
 
 def _traces(directory: Path) -> str:
-    """Text with a directory's path and its files' sizes and times, which changes if the model does."""
+    """Text with a directory's path and the names, sizes and modification times of its files; identifies its model."""
     files = sorted(file for file in directory.iterdir() if file.is_file())
     facts = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
     return f"{directory.resolve()} {facts}"

@@ -10,7 +10,7 @@ from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_weights.checkpoint.names import folder
 
-#: Choice of a checkpoint: newest, best, or a step.
+#: Choice of a checkpoint: the newest, the best, or the checkpoint of this step.
 Which = Literal["newest", "best"] | int
 
 

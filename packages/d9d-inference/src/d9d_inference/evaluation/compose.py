@@ -48,8 +48,8 @@ class Options:
     """Options of an evaluation.
 
     Attributes:
-        limit: count only samples whose first row is below this number; ``None`` counts all.
-        compared: whether to keep the losses of single samples.
+        limit: count only samples whose first row has an index below this number; ``None`` counts all.
+        compared: whether to keep the losses of each sample, for a comparison of two models.
     """
 
     limit: int | None = None
@@ -65,7 +65,7 @@ def evaluate(
         subject: model and data.
         topology: rank, device, meshes and process groups of this process.
         note: prints a line.
-        limit: count only samples whose first row is below this number; ``None`` counts all.
+        limit: count only samples whose first row has an index below this number; ``None`` counts all.
         other: model to compare with, on the same data.
 
     Raises:
@@ -82,7 +82,10 @@ def evaluate(
 def _evaluated(
     subject: Subject, topology: Topology, note: Note, options: Options
 ) -> tuple[Evaluated, Mapping[str, SampleLosses]]:
-    """Values of a model, and losses of single samples if models are compared. Collective over all ranks."""
+    """Evaluate one model: return its losses and metrics and, if ``options.compared``, the losses of each sample by set.
+
+    Collective over all ranks.
+    """
     job: JobConfig = subject.job
     selection: Selection = subject.job.check_layout(topology.world_size)
     root = compose_root(job, selection, subject.job.registry, topology, note)
@@ -156,7 +159,7 @@ def _under(prefix: str, values: Mapping[str, V]) -> dict[str, V]:
 
 
 def _over_outputs(selection: Selection) -> list[Part]:
-    """Metrics over the task's observations, without metrics of modules, which work in training only."""
+    """Evaluation metrics that read the task's outputs; metrics that read modules work in training only."""
     return [
         (chosen, config)
         for chosen, config in selection.evaluation_metrics
@@ -188,7 +191,14 @@ def _load(checkpoint: Checkpoint, forward: ForwardModel, topology: Topology) -> 
 
 @torch.no_grad()
 def _average(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], slot: str, weight: float) -> None:
-    """Replace the trained weights by averages, computed from an optimizer slot. Collective over all ranks."""
+    """Replace the trained weights by their averages. Collective over all ranks.
+
+    Args:
+        checkpoint: checkpoint with the optimizer's state.
+        tensors: name in the checkpoint -> weight, already loaded.
+        slot: name of the optimizer's state tensor that the average is computed from.
+        weight: share of that tensor in the average; the rest is the loaded weight.
+    """
     table = checkpoint.manifest["tensors"]
     slots = {name: f"optimizer/{name.removeprefix(_MODEL)}/{slot}" for name in tensors}
     others = {

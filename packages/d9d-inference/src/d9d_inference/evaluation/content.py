@@ -15,12 +15,12 @@ _KEPT = (
     "tokenizer", "sequence_length", "end_of_text", "template_arguments", "pad_multiple", "loss", "too_long",
     "special_tokens", "tool_arguments",
 )  # fmt: skip
-#: Largest size of the first record in bytes.
+#: Number of bytes that are read of the first record, at most.
 _MOST = 64 * 2**20
 
 
 def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Dataset section for a file, by its content: conversations or documents, with one sample for each.
+    """Choose a dataset for a file by its content, and return its section: one sample per conversation or document.
 
     JSON lines with ``messages``, or with ``prompt`` and ``completion``, are conversations; JSON lines with ``text``,
     and text files, are documents.

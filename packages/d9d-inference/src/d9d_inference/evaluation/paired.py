@@ -22,7 +22,7 @@ import numpy.typing as npt
 from d9d_core.errors import DataError
 
 Values = npt.NDArray[np.float64]
-#: With fewer samples, the approximation of the quantile is too inaccurate.
+#: Smallest number of samples of a comparison; with fewer, the series for Student's quantile is too inaccurate.
 _FEWEST = 5
 
 
@@ -33,7 +33,7 @@ class Difference:
     Attributes:
         mean: mean loss of the first model minus the mean loss of the other; if it is below 0, the first model is
             better.
-        standard_error: standard error of the mean.
+        standard_error: standard error of ``mean``.
         low, high: ends of the confidence interval.
         confidence: confidence level of the interval.
         samples: number of samples.
@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def is_none(self) -> bool:
-        """Whether zero is inside the interval, so that no difference was found."""
+        """Whether the confidence interval contains zero, so that no difference was found."""
         return self.low <= 0 <= self.high
 
 

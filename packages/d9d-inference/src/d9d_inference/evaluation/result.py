@@ -11,14 +11,14 @@ from d9d_inference.evaluation.paired import Difference
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Values of one evaluated model.
+    """Losses and metrics of one evaluated model, for each evaluation set.
 
     Attributes:
         name: name of the model, as given by the user.
         step: step of the checkpoint with the weights; ``None`` for pretrained weights.
-        sets: set -> series -> value.
-        tables: set -> series -> table of a metric, as a list of rows.
-        samples: set -> number of counted samples.
+        sets: name of a set -> name of a series, such as ``loss`` -> value.
+        tables: name of a set -> name of a series -> table of a metric, as a list of rows.
+        samples: name of a set -> number of counted samples.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Report:
     """Result of ``d9d evaluate`` for one model, or for two compared models.
 
     Attributes:
-        first: values of the model.
-        other: values of the model to compare with; ``None`` without one.
-        differences: set -> mean loss of the first model minus mean loss of the other model, with a confidence interval.
+        first: results of the model.
+        other: results of the model to compare with; ``None`` without a comparison.
+        differences: name of a set -> mean loss of the first model minus mean loss of the other, with its interval.
     """
 
     first: Evaluated

@@ -28,10 +28,10 @@ class SampleLosses:
     """Losses of single samples in an evaluation set.
 
     Attributes:
-        rows: int64 [n], first row of each sample, ascending.
-        sums: [n, T] sums of the loss terms.
-        weights: [n, T] weights of the terms.
-        coefficients: coefficients of the terms in the loss.
+        rows: int64 [n], index of each sample's first row in the data, ascending.
+        sums: [n, T], sum of each of the T loss terms over a sample.
+        weights: [n, T], weight of each term in a sample, such as its number of predicted tokens.
+        coefficients: loss term -> coefficient in the loss, in the order of the T terms.
     """
 
     rows: npt.NDArray[np.int64]
@@ -40,7 +40,7 @@ class SampleLosses:
     coefficients: Mapping[str, float]
 
     def difference(self, other: SampleLosses, where: str, confidence: float = 0.95) -> Difference:
-        """Mean losses of this model minus the mean losses of another model.
+        """Compute the mean loss of this model minus the mean loss of another model, with a confidence interval.
 
         Args:
             other: losses of another model on the same data.
@@ -48,7 +48,7 @@ class SampleLosses:
             confidence: confidence level of the interval.
 
         Raises:
-            DataError: the samples differ, or a loss is not finite.
+            DataError: the samples or their weights differ, there are too few samples, or a loss is not finite.
         """
         alike = self.rows.shape == other.rows.shape and bool((self.rows == other.rows).all())
         if not alike or list(self.coefficients) != list(other.coefficients):
@@ -69,10 +69,10 @@ class SampleLosses:
 
 
 class SampleRecorder:
-    """Records the losses of single samples, by cutting outputs and microbatches to one sample at a time.
+    """Records the losses of single samples: computes them on outputs and microbatches cut to one sample at a time.
 
     Args:
-        task: computes losses.
+        task: task that computes the losses.
     """
 
     def __init__(self, task: CheckedTask) -> None:
@@ -81,7 +81,7 @@ class SampleRecorder:
         self._values: dict[str, list[Tensor]] = defaultdict(list)
 
     def __call__(self, name: str, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
-        """Record the losses of a set's microbatch, without fillers. Does not wait for the device."""
+        """Record the losses of each real sample in a microbatch of set ``name``. Does not wait for the device."""
         firsts = microbatch[ROWS]
         texts = len(firsts) // len(microbatch["samples"]) if "samples" in microbatch else 1
         terms = list(self._task.coefficients)

@@ -31,12 +31,12 @@ _LENGTH = 2048
 
 @dataclass(frozen=True)
 class Subject:
-    """Model to evaluate, with the data.
+    """Model to evaluate, with the data to evaluate it on.
 
     Attributes:
         name: name of the model, as given by the user.
         job: job with all datasets in ``evaluation.sets``.
-        run: whether weights come from a checkpoint of the job's run; else from ``model.pretrained``.
+        run: whether the weights are read from a checkpoint of the job's run; else from ``model.pretrained``.
         checkpoint: ``newest``, ``best`` or a step.
         note: text for the user about a changed layout; ``None`` if the layout is unchanged.
     """
@@ -50,7 +50,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Request:
-    """Options of ``d9d evaluate``, without its target.
+    """Options of ``d9d evaluate``, without the model to evaluate.
 
     Attributes:
         files: files of samples, used instead of the job's datasets.
@@ -58,7 +58,8 @@ class Request:
         checkpoint: ``newest``, ``best`` or a step.
         overrides: ``section.field=value``.
         policy: restrictions on plugins.
-        world_size: number of processes, which replaces the layout of a run; ``None`` keeps the run's layout.
+        world_size: number of processes; if a run has a mesh of another size, its layout is replaced. ``None`` keeps
+            the run's layout.
     """
 
     files: Sequence[Path] = ()
@@ -73,7 +74,7 @@ class Request:
         return Job.load(path, overrides=self.overrides, policy=self.policy, world_size=self.world_size)
 
     def load_saved(self, path: Path) -> Job:
-        """Load the job file of a run as data; see :mod:`d9d_core.job_file.saved_job`."""
+        """Load the job file of a run without executing code that it names; see :mod:`d9d_core.job_file.saved_job`."""
         step = [] if self.checkpoint is None else ["--checkpoint", self.checkpoint]
         trust = shlex.join(["d9d", "evaluate", str(path), *step])
         policy = self.policy or PluginPolicy()
@@ -129,7 +130,7 @@ def same_data(other: Subject, first: Subject) -> Subject:
     """Give ``other``, the second model of a comparison, the data and layout of ``first``.
 
     Raises:
-        JobError: the model's job does not fit this data or layout.
+        JobError: the job of ``other`` does not fit this data or layout.
     """
     values, own = first.job.resolved(), other.job.resolved()
     kept = {name: own[name] for name in ("model", "peft", "run", "loading", "precision", "checkpoint", "seed")}
@@ -216,7 +217,7 @@ def _of_model(target: str, request: Request, registry: Registry) -> Subject:
 
 
 def _evaluated(values: Mapping[str, Any], job: Job, files: Sequence[Path]) -> Job:
-    """Job with the datasets to evaluate as evaluation sets, without parts that only training needs."""
+    """Job with the datasets to evaluate in ``evaluation.sets``, without trackers, subscribers and export."""
     section = job.evaluation
     if files:
         datasets = {path.stem: dataset_of(path, values["data"]) for path in files}
@@ -246,7 +247,7 @@ def _section(datasets: Mapping[str, Any], metrics: Sequence[Any]) -> dict[str, A
 
 
 def _is_found(job: Job) -> bool:
-    """Whether the record of the job's model lists model types, by which the model of other weights is found."""
+    """Whether the record of the job's model lists Hugging Face model types, by which other weights find their model."""
     spec = job.registry.find("model", job.model.selector).spec
     return isinstance(spec, ModelSpec) and bool(spec.model_types)
 

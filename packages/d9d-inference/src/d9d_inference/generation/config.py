@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from d9d_core.config import PluginConfig
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-#: Text, or token ids.
+#: Prompt: a text, or token ids.
 SamplePrompt = Annotated[str, Field(min_length=1)] | Annotated[list[NonNegativeInt], Field(min_length=1)]
 
 
 class SamplesConfig(PluginConfig):
-    """Continues fixed prompts during training, in ``<run>/samples.jsonl`` and as printed lines.
+    """Continues fixed prompts during training; writes the texts to ``<run>/samples.jsonl`` and prints them.
 
     Each token costs a forward over all prompts; the training result stays bitwise the same.
     """

@@ -20,7 +20,7 @@ Forward = Callable[..., Any]
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 #: Settings of transformers for a cache of final size, whose forwards it does not compile.
 SETTINGS = {"cache_implementation": "static", "disable_compile": True}
-#: Settings that decide about the cache or reorder it, and their values in generation without them.
+#: Generation setting that changes or reorders the cache -> its values that leave the cache as it is.
 _OTHERS: Mapping[str, tuple[Any, ...]] = {
     "cache_implementation": (None,),
     "cache_config": (None,),
@@ -40,8 +40,8 @@ _WARM_UP = 2
 def suits(model: Any, settings: Any, new: int) -> bool:
     """Whether decoding steps of a model can be captured.
 
-    They can if each step runs the same kernels: in models of blocks with attention to all positions, without experts,
-    whose rows depend on the tokens. A capture pays from a few steps on.
+    Each step must run the same kernels: all layers attend to all positions, and there are no experts, whose numbers of
+    rows depend on the tokens. A capture saves time only if more than a few tokens are generated.
 
     Args:
         model: model of transformers.
@@ -74,10 +74,10 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class StepReplays:
-    """Forward of a model in which decoding steps are replays of one captured step.
+    """Replacement of a model's ``forward``, which replays one captured decoding step.
 
-    A call with another cache or other shapes captures anew; so does each batch of prompts. Outputs of a replay are
-    overwritten by the next one.
+    A call with another cache or other shapes, such as a new batch of prompts, captures a new step. A replay overwrites
+    the outputs of the replay before.
 
     Args:
         forward: forward of the model.
@@ -117,7 +117,7 @@ class StepReplays:
 
 @contextmanager
 def replayed_steps(model: Any, capture: Capture = captured) -> Iterator[None]:
-    """Replay the decoding steps of a model of transformers inside the block."""
+    """Inside the block, replay a captured graph for the decoding steps of a model of transformers."""
     before = vars(model).get("forward")
     model.forward = StepReplays(model.forward, capture)
     try:

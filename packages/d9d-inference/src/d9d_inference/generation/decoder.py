@@ -24,13 +24,13 @@ from d9d_engine.step.randomness import derive_seed
 from torch import Tensor
 from torch import distributed as dist
 
-#: Function that runs the model over microbatches, and calls another one with the last stage's outputs for each.
+#: Function that runs the model over microbatches, and calls its second argument with the last stage's outputs of each.
 Forward = Callable[[Pack, Callable[[Mapping[str, Tensor], Microbatch], None]], None]
 #: Axes along which ranks have different sequences; ranks along other axes compute the same sequences together.
 _DATA = ("dp_replicate", "dp_shard")
-#: Values in the all-reduce of tokens: rank does not choose; logits not finite; no logits. All are below token ids.
+#: Values in the max all-reduce of tokens, all below token ids: this rank does not choose; not finite; no logits.
 _OTHERS, _NOT_FINITE, _NO_LOGITS = -3, -2, -1
-#: Value after the last new token.
+#: Value in ``Sequences.new`` after a sequence's last new token.
 _NOTHING = -1
 #: The width of a forward is rounded up to a multiple of this.
 _GROWTH = 64
@@ -43,9 +43,10 @@ class Sequences:
     Attributes:
         tokens: int64 [B, S + N] on the device, maybe with more padding.
         lengths: int64 [B] on the device, current number of tokens of each sequence.
-        longest: largest number of tokens at the start.
+        longest: largest number of tokens of a sequence before the first new token.
         growth: the width of a forward is rounded up to a multiple of this.
-        numbers: row index of each sequence, which seeds its sampling; -1 for fillers, which are not continued.
+        numbers: row index of each sequence, which seeds its sampling; -1 for a sequence that only fills up the
+            microbatch, and is not continued.
         new: int64 [B, N] on the host, the new tokens, -1 after the last one.
         ended: bool [B] on the host, whether the last token ends the sequence.
     """
@@ -60,7 +61,7 @@ class Sequences:
 
     @classmethod
     def of(cls, microbatch: Microbatch, new: int, multiple: int = 1) -> Sequences:
-        """Make the sequences of a microbatch with ``tokens``, ``rows`` and maybe ``lengths``. Waits for the device.
+        """Make sequences from a microbatch with ``tokens``, ``rows`` and maybe ``lengths``. Waits for the device.
 
         Args:
             microbatch: microbatch on the device.
@@ -82,7 +83,7 @@ class Sequences:
 
     @property
     def active(self) -> list[int]:
-        """Indices of the sequences that have not ended."""
+        """Indices in the microbatch of the sequences that have not ended, without fillers."""
         ended = self.ended.tolist()
         return [place for place, number in enumerate(self.numbers) if number >= 0 and not ended[place]]
 
@@ -113,7 +114,7 @@ class Decoder:
         continuation: number of new tokens, and sampling settings.
         stop: token ids that end a sequence.
         logits: returns the logits [B, S, V] from the outputs of the last stage, or ``None``.
-        nonfinite: whether logits with NaN or infinity are an error or yield an arbitrary token.
+        nonfinite: ``error`` if logits with NaN or infinity are an error; otherwise they yield an arbitrary token.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class FileJob:
         output: file of JSON lines to write.
         batch: number of prompts that are completed together.
         overwrite: whether to replace an existing output, or unfinished output of another command.
-        settings: name -> value of all other settings that the completions depend on.
+        settings: name -> value of every other setting that the completions depend on.
     """
 
     prompts: Sequence[Prompt]
@@ -52,7 +52,7 @@ class FileJob:
         """Check, before a model is loaded, that the output can be written.
 
         Raises:
-            DataError: the output exists, its directory does not, or another command left an unfinished output.
+            DataError: the output exists, its directory does not exist, or another command left an unfinished output.
         """
         if self.output.is_dir() or not self.output.parent.is_dir():
             raise DataError(f"--output: {self.output} cannot be a file there; name one in a directory that exists")
@@ -104,7 +104,7 @@ class FileJob:
         return {"prompts": hashlib.sha256(text.encode()).hexdigest(), "batch": self.batch, **self.settings}
 
     def _begun(self) -> int:
-        """Number of completions in finished batches that an earlier start of this command wrote."""
+        """Count the completions, in finished batches, that an earlier start of this command wrote."""
         if not self._partial.exists() or not self._facts.exists():
             return 0
         try:

@@ -32,11 +32,13 @@ from d9d_inference.generation.prompts import Prompt
 _COMMAND = "d9d generate"
 #: Files of tokenizers; a tokenizer has at least one of them.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-#: Name of a language model's head, and parts of the names of model classes that generate text.
+#: Name of the weight of a language model's head.
 _HEAD = "lm_head.weight"
+#: Texts of which the class name of a model that generates text contains one.
 _WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-#: Part of a size's name in ``config.json`` -> largest accepted value; and largest nesting of sections.
+#: Part of a field's name in ``config.json`` -> largest accepted number in such a field.
 _MOST_SIZES = {"num_": 1 << 14, "layers": 1 << 14, "_size": 1 << 24, "_dim": 1 << 24, "position": 1 << 27}
+#: Largest accepted depth of nested sections in ``config.json``.
 _MAX_DEPTH = 8
 #: Suffix of files that a library reads at once -> largest accepted size in bytes.
 _MOST_BYTES = {
@@ -53,7 +55,7 @@ class Decoding:
     Attributes:
         max_new_tokens: largest number of tokens of a completion.
         temperature: divisor of the logits for sampling; 0 takes the most probable token.
-        top_p: total probability of the most probable tokens from which tokens are sampled.
+        top_p: tokens are sampled from the most probable ones, whose probabilities add up to this number.
         seed: seed of the sampling.
         further: further fields of transformers' ``GenerationConfig``.
     """
@@ -171,7 +173,7 @@ class LanguageModel:
         return bool(self.tokenizer.chat_template)
 
     def encode(self, prompt: Prompt, tools: Sequence[Any] | None, system: str | None, raw: bool) -> list[int]:
-        """Token ids of a prompt; with a chat template, a text becomes a user's message.
+        """Convert a prompt to token ids; with a chat template, a text becomes a user's message.
 
         Args:
             prompt: text or messages.
@@ -431,10 +433,11 @@ def _line_of(error: BaseException) -> str:
 
 
 def _check_files(directory: Path) -> None:
-    """Check for files that a library would read endlessly, or that would fill the memory.
+    """Check that no file would be read endlessly by a library, or fill the memory.
 
     Raises:
-        CheckpointError: a file is a device or named pipe, too large, too deeply nested, or an expanding tokenizer.
+        CheckpointError: a file is a device or named pipe, too large, too deeply nested, or a tokenizer that would
+            expand texts without bound.
     """
     for file in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
         if file.exists() and not (file.is_file() or file.is_dir()):
@@ -473,6 +476,6 @@ def _adapter_config(peft: Any, adapter: Path) -> Any:
 
 
 def row_of(prompt: Prompt, completion: Sequence[int], model: LanguageModel) -> Mapping[str, Any]:
-    """Output line: the prompt's fields with ``completion``, ``tokens`` and ``finish``."""
+    """Make an output line: the prompt's fields, and ``completion``, ``tokens`` and ``finish``."""
     finish = "stop" if model.ends(completion) else "length"
     return {**prompt.fields, "completion": model.text(completion), "tokens": len(completion), "finish": finish}

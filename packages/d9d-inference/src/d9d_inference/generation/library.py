@@ -14,7 +14,7 @@ def load_library(name: str, user: str) -> Any:
     """Import an optional library, and escape terminal control sequences in its log from now on.
 
     Args:
-        name: name of the library and of its distribution.
+        name: name of the library's module, which is also the name of its distribution.
         user: command or component that needs the library, for the message.
 
     Raises:

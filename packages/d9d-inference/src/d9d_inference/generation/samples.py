@@ -29,7 +29,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Prompt as given in the job, with its token ids."""
+    """Prompt as written in the job, with its token ids."""
 
     given: str | list[int]
     ids: list[int]

@@ -29,7 +29,7 @@ def tokenizer_of(job: BaseJob, stream: DataStream, user: str) -> Any | None:
 
     Raises:
         PluginError: the library is not installed.
-        DataError: the file is no valid tokenizer.
+        DataError: the tokenizer's file is not valid.
     """
     with tempfile.TemporaryDirectory(prefix="d9d-tokenizer-") as temporary:
         stream.save_assets(Path(temporary))
@@ -51,7 +51,7 @@ def ends_of_text(job: BaseJob, facts: Mapping[str, Any]) -> frozenset[int]:
 
     Args:
         job: job with the location of pretrained weights.
-        facts: facts of the data.
+        facts: facts that the data stream states; ``eos_token_id`` and ``stop_token_ids`` are used.
     """
     candidates = [facts.get("eos_token_id")]
     for directory in _directories(job):
@@ -73,7 +73,7 @@ def _stated(directory: Path) -> Iterator[Any]:
 
 
 def _directories(job: BaseJob) -> list[Path]:
-    """Local directories with files of the pretrained weights: their own directory, or their run's export."""
+    """Local directories with tokenizer files of the pretrained weights: their own directory, or their run's export."""
     location = job.model.pretrained if isinstance(job.model, ModelConfig) else None
     found = () if location is None else Place.of(location).of_the_model()
     return [directory for directory in found if directory.is_dir()]

@@ -20,7 +20,7 @@ class JsonlWriter:
     Array elements are written with the fewest digits that parse to the same number in the array's dtype.
 
     Args:
-        config: config without settings.
+        config: config of the writer; it has no settings.
     """
 
     def __init__(self, config: JsonlWriterConfig) -> None:

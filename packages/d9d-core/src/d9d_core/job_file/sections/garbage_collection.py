@@ -13,5 +13,5 @@ class GarbageCollection(Section):
     """Python's garbage collection at the same steps on all processes, instead of at different times on each."""
 
     every: PositiveInt | None = 100
-    """Steps between two collections of young objects; each checkpoint collects all objects. Null disables this section,
-    so that Python collects automatically."""
+    """Steps between two collections of young objects; all objects are collected after each checkpoint and evaluation.
+    Null disables this section, so that Python collects automatically."""

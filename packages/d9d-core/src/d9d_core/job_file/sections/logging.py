@@ -19,11 +19,11 @@ class Logging(Section):
     max_pending: NonNegativeInt = 2
     """Steps that the host may run ahead of the newest values it has received, on a GPU; 0 waits for each step."""
     peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Peak of one device in TFLOP/s, for the series ``mfu``; by default, the vendor's figure for dense bfloat16 on
-    known
-    GPUs."""
+    """Peak speed of one device in TFLOP/s, for the series ``mfu``; by default, the vendor's figure for dense bfloat16,
+    on known GPUs."""
     memory: bool | None = None
-    """Log peak memory of the first process so far; by default on GPUs only."""
+    """Log the peak memory of the first process since its start: device memory on a GPU, resident memory on a CPU; by
+    default on GPUs only."""
     level: Literal["debug", "info", "warning", "error"] | None = None
     """Lowest level of printed messages from loggers of the engine and of plugins (``d9d`` and below); by default
     ``info`` on the first process and ``warning`` on the others."""

@@ -16,7 +16,7 @@ class Row:
     Attributes:
         source: strategy or component that communicates.
         entry: first collective of the row.
-        calls: number of calls of all collectives of the row, in a step or in several.
+        calls: number of calls of all collectives of the row, in ``entry.collective.every`` steps.
         what: purpose, with ``*`` for differing numbers.
     """
 

@@ -67,12 +67,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class StepCollectives:
-    """Collectives of a step, and of a log entry, on one rank.
+    """Collectives of a step, and of a logged step's metrics, on one rank.
 
     Attributes:
         rank: number of the rank.
         entries: collectives of a step.
-        logged: collectives of a log entry, which merge metrics.
+        logged: collectives that merge the states of metrics when a step is logged.
         unknown: one line for each component that may communicate without a declaration.
     """
 
@@ -202,7 +202,7 @@ def _of_program(job: JobConfig, assembly: Assembly, topology: Topology, program:
             yield Entry("pipeline", Collective(way, "pp", ranks, size, count, text, approximate=guess))
 
 
-#: Kind of call, offset to the other stage, and whether gradients are sent.
+#: Action -> kind of call, offset from the action's stage to the other rank's stage, and whether gradients are sent.
 _TRANSFERS: Mapping[type[Action], tuple[Kind, int, bool]] = {
     SendActivation: ("send", 1, False),
     ReceiveActivation: ("receive", -1, False),
@@ -224,7 +224,7 @@ def handed_on(job: JobConfig, assembly: Assembly, stage: int) -> Mapping[str, Te
 
 
 def _of_loop(job: JobConfig, assembly: Assembly, topology: Topology, task: CheckedTask) -> Iterator[Entry]:
-    """Collectives of the training loop: weights of loss terms, unclaimed gradients, totals and tallies."""
+    """Collectives of the training loop: for loss weights, gradients that no strategy reduces, scalars, and tallies."""
     if topology.world_size == 1:
         return
     world, data = tuple(range(topology.world_size)), topology.axes_group(*DATA_AXES)
@@ -268,7 +268,7 @@ def _of_optimizer(selection: Selection, optimizer: Optimizer) -> Iterator[Entry]
 
 
 def _of_metrics(selection: Selection, topology: Topology, task: Task) -> Iterator[Entry]:
-    """Collectives of a log entry: one all-reduce of metric states for each operation and dtype."""
+    """Collectives of a logged step: one all-reduce of metric states for each operation and dtype."""
     metrics: list[Metric] = [instantiate(chosen, config) for chosen, config in selection.metrics]
     metrics += task.metrics().values() if isinstance(task, OwnsMetrics) else ()
     tensors: dict[str, Tensor] = {}

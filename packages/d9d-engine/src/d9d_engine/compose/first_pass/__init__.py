@@ -1,1 +1,1 @@
-"""First pass of a task over each pack, with the trained model or with a frozen model."""
+"""First forward over each step's microbatches, by the trained or a frozen model; a task's loss needs its outputs."""

@@ -31,9 +31,9 @@ class BuiltFirstPass:
     """First pass of a job; empty if the task makes none.
 
     Attributes:
-        forward: runs the first pass over a pack; ``None`` without a first pass.
+        forward: runs the first pass over the microbatches of a step; ``None`` without a first pass.
         store: function from a stream, and the stream's field in the job file, to a runner that looks up stored results;
-            ``None`` to run the first pass on each pack.
+            ``None`` to run the first pass in each step.
         model: frozen model of the first pass, if it is separate from the trained one.
     """
 

@@ -24,7 +24,7 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.first_pass import FirstForward, GroupRanks, StoredOutputs
 
-#: Key of the sample indices in microbatches, and of the number of samples in the facts of a dataset.
+#: Key of the sample indices in a microbatch. In the facts of a dataset, the same key has the number of samples.
 SAMPLES = "samples"
 _OTHERWISE = "results of the reference cannot be stored per sample; run it in every step instead of 'stored'"
 

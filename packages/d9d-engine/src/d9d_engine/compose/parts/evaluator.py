@@ -87,7 +87,7 @@ def build_set(
         around: shared inputs of all sets.
         name: name of the set; empty for a single set.
         part: plugin record and config of the dataset.
-        packs: number of packs to evaluate; ``None`` evaluates every sample once.
+        packs: number of batches to evaluate; ``None`` evaluates every sample once.
         metrics: plugin records and configs of the metrics.
         first: first pass of the task.
         limit: largest number of samples in one pass.

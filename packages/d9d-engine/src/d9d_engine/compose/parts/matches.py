@@ -45,7 +45,7 @@ def check_matches(model: nn.Module, strategies: Sequence[Part]) -> None:
 def format_of_compute(
     precision: Precision, stages: Iterable[nn.Module], applied: Iterable[tuple[Chosen, Applied]]
 ) -> str:
-    """Format of forward and backward, for which kernels are chosen: ``bfloat16``, ``float32``.
+    """Number format in which forward and backward compute, for which kernels are chosen, such as ``bfloat16``.
 
     Args:
         precision: formats that the job names.
