@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.model import HasHeads, Stage
+from d9d_core.model import HasHeads, SplitsSequence, Stage
 from d9d_core.plugin import ANY_MODEL_TYPE, ModelSpec, Ref
 from d9d_core.traits import (
     TRAITS,
@@ -540,6 +540,10 @@ class ModelSuite:
             sent = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first(**batch).items()}
             assert dict(first.boundary(shapes)) == sent
             assert dict(last.boundary(shapes)) == {}
+            if isinstance(first, SplitsSequence):  # ranks of tp share the positions
+                first.split_sequence(2)
+                halved = {name: (one.shape[0], one.shape[1] // 2, *one.shape[2:]) for name, one in sent.items()}
+                assert {name: one.shape for name, one in first.boundary(shapes).items()} == halved
 
 
 def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
