@@ -57,15 +57,19 @@ def test_shapes_of_classes_that_do_not_fit_are_named(classes: int, shape: tuple[
         ((3,), (3, 1)),
         ((3, 1), (3, 1)),
         ((1, 2), (1, 1)),
+        ((2, 3, 2), (2, 3, 1)),
+        ((2, 1, 2), (2, 1)),
+        ((2, 3, 1), (2, 3)),
     ],
 )
 @pytest.mark.parametrize("scores", ["logits", "probabilities"])
 def test_binary_scores_have_one_column_or_two(shape: tuple[int, ...], targets: tuple[int, ...], scores: Any) -> None:
     given = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found, aligned = align_binary(given, torch.ones(targets, dtype=torch.int32), scores, NAMES)
-    assert found.shape == aligned.shape == (shape[0],)
+    count = math.prod(targets)
+    assert found.shape == aligned.shape == (count,)
     assert (found.dtype, aligned.dtype) == (torch.float64, torch.int64)
-    flat = given.reshape(shape[0], -1)
+    flat = given.reshape(count, -1)
     if flat.shape[1] == 2:
         expected = flat.softmax(-1)[:, 1] if scores == "logits" else flat[:, 1]
     else:
