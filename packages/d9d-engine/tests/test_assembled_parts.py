@@ -366,12 +366,19 @@ def selection_of(hugging_face: Any) -> Any:
 def test_adapter_files_name_the_class_of_their_base_model() -> None:
     def classes(model: str) -> Any:
         job: Any = SimpleNamespace(model=model, precision=SimpleNamespace(parameters="float32"))
-        return adapter_module._classes(job, selection_of(Layout("my:layout")))
+        return adapter_module._class_fields(adapter_module._class_of(job, selection_of(Layout("my:layout"))))
 
     assert classes("lm") == {"task_type": "CAUSAL_LM", "auto_mapping": None}
     mapping = {"base_model_class": "DenseForSequenceClassification", "parent_library": "transformers"}
     assert classes("classifier") == {"task_type": None, "auto_mapping": mapping}
     assert classes("none")["auto_mapping"]["base_model_class"] == ""
+
+
+def test_names_of_a_model_without_head_have_no_prefix() -> None:
+    names = ("Qwen3Model", "GPT2LMHeadModel", "Qwen3ForCausalLM", "")
+    assert [adapter_module._is_bare(name) for name in names] == [True, False, False, False]
+    names_of = adapter_module._without_prefix
+    assert names_of({"a": "model.layers.0.model.w", "b": "score.w"}) == {"a": "layers.0.model.w", "b": "score.w"}
 
 
 def test_adapter_files_need_a_method_that_has_them_and_a_model_with_a_layout() -> None:

@@ -19,14 +19,18 @@ CELLS = [Cell("tp=2", "exact", "1e-07"), Cell("pp=2", "refused", "no [b]stages[/
 @pytest.mark.parametrize(
     ("kind", "versions", "head"),
     [
-        ("llama", VERSIONS, "model [b]m[/b], model_type llama, config 0123456789ab, with torch 2.11.0, transformers 5.0"),
-        (None, {"torch": "2.11.0"}, "model [b]m[/b], config 0123456789ab, with torch 2.11.0"),
+        (
+            "llama",
+            VERSIONS,
+            "model [m], model_type llama, config 0123456789ab, with torch 2.11.0, transformers 5.0",
+        ),
+        (None, {"torch": "2.11.0"}, "model [m], config 0123456789ab, with torch 2.11.0"),
     ],
 )
 def test_a_certificate_names_the_model_and_the_libraries_that_computed(
     capsys: pytest.CaptureFixture[str], kind: str | None, versions: dict[str, str], head: str
 ) -> None:
-    command._print(Certificate("[b]m[/b]", kind, "0123456789abcdef", versions, CELLS))
+    command._print(Certificate("[m]", kind, "0123456789abcdef", versions, CELLS))
     first, titles, *rows = capsys.readouterr().out.splitlines()
     assert first == head
     assert titles.split("  ")[0].strip() == "layout or feature"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from d9d_core.config import Section
 from pydantic import Field, model_validator
@@ -23,12 +24,14 @@ class MultiTokenPrediction(Section):
     first: Literal["embedding", "hidden"] = "embedding"
     """First half of the input of each projection: the embedding of the next token, or the hidden state."""
 
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> Self:
-        # An explicit depths: 0 may stand with the other fields: pretrained weights define them.
-        if given := sorted(self.model_fields_set) if "depths" not in self.model_fields_set else []:
-            raise ValueError(f"{given[0]} has no effect without depths; set depths to 1 or more, or remove {given[0]}")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _requires_depths(cls, values: Any) -> Any:
+        # With depths 0, the other fields are the ones of pretrained weights, or of a saved job.
+        if isinstance(values, Mapping) and values and "depths" not in values:
+            given = min(values)
+            raise ValueError(f"{given} has no effect without depths; set depths to 1 or more, or remove {given}")
+        return values
 
     def terms(self) -> tuple[str, ...]:
         """Names of the loss terms, in the order of the depths."""
