@@ -68,7 +68,7 @@ def test_shipped_suites_run_and_a_badge_is_written(install: Install, tmp_path: P
     lines = [line.split()[:2] for line in out.splitlines()]
     title = lines.index(["kind", "name"])
     assert lines[title + 1] == ["declarations", "acme_rise.plugin"]
-    assert lines[title + 2][:2] == ["learning-rate", "schedule"]
+    assert lines[title + 2][:2] == ["lr", "schedule"]
     facts = json.loads((tmp_path / "badge" / "conformance.json").read_text())
     assert (facts["status"], facts["failed"], facts["errors"]) == ("passed", 0, [])
     assert facts["passed"] > 10
