@@ -103,7 +103,7 @@ def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject) ->
 
 
 def _set_aside(indices: npt.NDArray[np.int64], held_out: float) -> npt.NDArray[np.bool_]:
-    """Whether each document is held out, by its index among the documents with text: every (1 / held_out)-th."""
+    """Whether each document is held out: one of every 1 / held_out, by its index among the documents with text."""
     aside: npt.NDArray[np.bool_] = np.floor((indices + 1) * held_out) > np.floor(indices * held_out)
     return aside
 

@@ -24,9 +24,9 @@ def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]
     Args:
         root: directory of the cache; created if missing.
         key: identifier of the content.
-        keep: whether the directory stays if the block raises. It always stays if the process is killed, and is removed
-            a day after its last use.
-        note: function that prints a line if this process waits.
+        keep: whether the directory stays if the ``with`` block raises. It always stays if the process is killed; a
+            later start removes it a day after its last use.
+        note: function that prints a line if this process waits for another process or cannot lock files.
 
     Raises:
         DataError: ``root`` cannot be written.

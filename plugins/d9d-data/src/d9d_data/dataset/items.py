@@ -34,7 +34,7 @@ class Items:
     Attributes:
         config: the config.
         dataset: the dataset.
-        iterable: whether the dataset has no indices, and is read in its own order.
+        iterable: whether the dataset has no items by index, and is read in its own order.
     """
 
     def __init__(self, config: DatasetConfig) -> None:
