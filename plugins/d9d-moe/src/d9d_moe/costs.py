@@ -114,8 +114,8 @@ def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: 
     elsewhere = math.comb(experts - experts // ranks, per_token) / math.comb(experts, per_token)
     travelling, wide = tokens * ranks * (1 - elsewhere), max(width, _FLOAT32)
     token, sent = width * tokens * features, width * travelling * features
-    # ``leaving``: largest size in bytes of the rows to send. ``moved``: bytes read and written to copy tokens to them and
-    # to sum the returned rows, plus the permutation's additional traffic, since it handles received rows.
+    # ``leaving``: largest size in bytes of the rows to send. ``moved``: bytes read and written to copy tokens to rows
+    # and to sum the returned rows, plus the permutation's additional traffic, since it handles received rows.
     leaving = token * min(ranks, per_token)
     moved = 2 * (token + sent) + 2 * (sent - token)
     counts = Exchange("all_to_all", "ep", float(_COUNT * (ranks + experts)))
