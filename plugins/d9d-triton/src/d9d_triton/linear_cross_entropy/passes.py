@@ -1,4 +1,4 @@
-"""Passes over logits: the statistics of each row, and the gradient in the place of the logits.
+"""Passes over logits: one computes the softmax statistics of each row, one overwrites the logits by their gradient.
 
 The logits cover the whole vocabulary or a chunk of it.
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from d9d_triton.kernels.linear_cross_entropy import count_above, differentiate, include_words, take_statistics
 from d9d_triton.launch import on_device
 
-#: P is a multiple of this, so that every row is aligned for vectorized loads, whatever V is.
+#: Divisor of P, so that every row is aligned for vectorized loads, whatever V is.
 _COLUMNS = 16
-#: Logits that a program handles in one iteration.
+#: Number of logits that a program handles in one iteration.
 _BLOCK = 8192
-#: Compiler options. Triton's default for fused multiply-add depends on its version.
+#: Compiler options: fused multiply-add is set, because Triton's default depends on its version.
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 #: Block size for chunks of the vocabulary, where a larger block would consist mostly of padding.
 _CHUNK_BLOCK = 4096
-#: Initial maximum: finite, also times log2(e), because -inf - (-inf) is NaN.
+#: Initial value of a maximum: finite, even after multiplication by log2(e), because -inf - (-inf) would be NaN.
 LOWEST = -2e38
 #: Number of blocks of a row whose gradient one program computes, one after the other.
 _BLOCKS = 4
