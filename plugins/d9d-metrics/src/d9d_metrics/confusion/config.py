@@ -82,7 +82,7 @@ class ConfusionConfig(PluginConfig):
     targets: str = "labels"
     """Observation of the classes: integers [...] or [..., 1], -100 to ignore a sample; or one-hot [..., C]."""
     scores: Literal["logits", "probabilities"] = "logits"
-    """Kind of the scores, for thresholds."""
+    """Kind of the scores; a sigmoid turns logits into the probabilities that thresholds are compared with."""
     class_names: tuple[str, ...] = ()
     """Names of the classes in series, ``<statistic>/<class>``; their numbers by default."""
     prefix: str = ""
