@@ -109,7 +109,7 @@ class DeviceProducts:
             self._library.run(plan.description, plan.algorithm, first, second, out)
 
     def _plan(self, problem: Problem, strides: tuple[int, int], first: Tensor, second: Tensor, out: Tensor) -> _Plan:
-        """Plan of a product; cached, except a plan that only stands in until the product can be measured."""
+        """Plan of a product; cached, unless the product has no choice yet and cannot be measured now."""
         choice = self._find(problem)
         if choice is None and not self._capturing():
             self._measured += 1

@@ -123,7 +123,7 @@ def _gated_delta_net(config: HybridConfig, *, joined: bool) -> Mapper:
 
 
 def _separate(config: HybridConfig) -> Iterator[Mapper]:
-    """Mappers of Qwen3.5's projections: one matrix [2 K D_k + N D_v, H] for queries, keys and values; others alone."""
+    """Mappers of Qwen3.5's projections: queries, keys and values share one matrix [2 K D_k + N D_v, H] in files."""
     keys, values = config.key_features, config.linear_value_features
     yield Chunk("in_proj_qkv.weight", ("q_proj.weight", "k_proj.weight", "v_proj.weight"), sizes=(keys, keys, values))
     for theirs, ours in (("in_proj_z", "gate_proj"), ("in_proj_b", "beta_proj"), ("in_proj_a", "decay_proj")):

@@ -328,7 +328,7 @@ def _first_message(value: object) -> Mapping[str, Any]:
 
 
 def _within(fields: F, other: F) -> bool:
-    """Whether another format requires more fields, or uses all required fields of this format among others."""
+    """Whether ``other`` has all fields that ``fields`` requires, and requires a field that ``fields`` does not."""
     mine, theirs = set(required(fields)), set(required(other))
     return mine < theirs or (mine <= theirs | _optional(other) and not theirs <= mine)
 

@@ -45,7 +45,7 @@ class Encoding:
         settings: settings of the encoder's ``load``, as plain data.
         columns: names of the columns of values per token.
         texts: names of the documents of a sample, if a sample has several documents.
-        words: terms for the records in messages.
+        words: nouns for the records in messages, such as "conversations".
         targets: whether tokens are predicted; the last token of a document is then only a target, not an input.
     """
 

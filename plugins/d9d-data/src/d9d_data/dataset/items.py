@@ -201,7 +201,7 @@ class Items:
         Args:
             read: the call.
             what: description of the call.
-            field: field of the config, and further words before the description.
+            field: field of the config that names the code; may end with text that comes before the description.
 
         Raises:
             DataError: the call failed.

@@ -52,7 +52,7 @@ def row_statistics(
         losses: receives the loss, float32 [C]; zero where the target is ``ignored``.
         statistics: receives the largest logit of each row and the sum of ``exp(logit - largest)``, float32 [2, C].
         ranks: receives the number of logits greater than ``own`` (NaN included), int64 [C]; -1 for ``ignored``.
-        words: V.
+        words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
     with on_device(logits):
@@ -92,7 +92,7 @@ def include_chunk(
         statistics: float32 [2, C] of the chunks so far; :data:`LOWEST` and 0 before the first chunk. 0 and 1 where the
             target is ``ignored``.
         first: vocabulary index of the chunk's first logit.
-        words: V.
+        words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
     with on_device(logits):
@@ -119,7 +119,7 @@ def count_chunk(logits: Tensor, targets: Tensor, own: Tensor, ranks: Tensor, *, 
         targets: int64 [C].
         own: logit of the target, float32 [C].
         ranks: int64 [C], 0 before the first chunk; -1 where the target is ``ignored``.
-        words: V.
+        words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
     with on_device(logits):
@@ -153,7 +153,7 @@ def gradient_in_place(
         targets: int64 [C]; rows whose target is ``ignored`` become zeros, even if they contain NaN.
         statistics: float32 [2, C] of :func:`row_statistics`.
         grad_losses: gradient of the loss of each row, float32 [C].
-        words: V.
+        words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
         first: vocabulary index of the first logit, if the logits are a chunk of the vocabulary.
     """
