@@ -172,7 +172,7 @@ class TensorBoardRun:
             self._writer.write(Event(step=step, summary=value))
 
     def _check(self) -> None:
-        if not self._open:  # the writer would start another file
+        if not self._open:
             raise ValueError("the run is closed")
 
 

@@ -18,7 +18,7 @@ from d9d_data.tokenizer.base import Ids, TextTokenizer
 
 # Characters encoded in one call: enough to use all cores, few enough to show progress.
 _BATCH_CHARACTERS = 2_000_000
-# Records whose samples are written together.
+# Number of records whose samples are written together.
 _BATCH_SAMPLES = 256
 
 

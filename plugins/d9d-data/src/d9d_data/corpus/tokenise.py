@@ -97,7 +97,7 @@ def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject) ->
         for piece in shard.pieces:
             for text in texts_of(piece, reject):
                 if text.strip():
-                    if int((index + 1) * held_out) == int(index * held_out):  # the rule of _set_aside
+                    if int((index + 1) * held_out) == int(index * held_out):  # not held out, as in _set_aside
                         yield text
                     index += 1
 

@@ -63,7 +63,7 @@ def _hold(directory: Path, note: Callable[[str], None]) -> tuple[Path, int | Non
         try:
             lock = lock_file(file, lambda: note("waiting for another process, which prepares the same data"))
         except FileNotFoundError:
-            continue  # the process that held the lock has finished
+            continue  # the process that held the lock has finished, and removed the directory
         except LocksUnsupportedError as error:
             note(
                 f"files in {directory.parent} cannot be locked ({error.strerror}): processes that prepare the same "

@@ -101,7 +101,7 @@ class ConfusionConfig(PluginConfig):
     @field_validator("statistics", "averages")
     @classmethod
     def _something_is_computed(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        # A length constraint in the field's type would count values with errors of their own as missing.
+        # A length constraint in the field's type would also call a list empty whose entries are all invalid.
         if names is not None and not names:
             raise ValueError("the list is empty; give at least one name, or remove the field")
         return names

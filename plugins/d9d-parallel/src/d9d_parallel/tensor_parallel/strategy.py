@@ -233,7 +233,8 @@ class _Split:
                 f"strategy '{self._strategy}': mesh.tp is {size}, but the {heads} heads of '{name}' can be neither "
                 f"split evenly over {size} ranks nor repeated on them; choose a divisor or a multiple of {heads}"
             )
-        # Modules that read the input are replicated, and each rank has the gradient of its own outputs.
+        # Fine-tuning tensors that act on the input are whole on every rank. Each rank computes the part of their
+        # gradients that comes from its own outputs, so these parts must be summed.
         self.styles |= dict.fromkeys(_terms(name, child, "in", "in_scale"), TensorStyle.PARTIAL)
         alike = {name: child, **_terms(name, child, "out", "out_scale")}
         if heads is not None and heads < size:

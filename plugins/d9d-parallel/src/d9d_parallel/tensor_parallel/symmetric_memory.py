@@ -33,7 +33,7 @@ def is_usable(ranks: Ranks, device: torch.device) -> bool:
     if not _same_on_all(_node(), ranks, device):
         return False
     memory = _memory(ranks, device)
-    # So would a rendezvous with a rank that has no such memory.
+    # The rendezvous below would also wait until the timeout if a rank could not allocate such memory.
     if _smallest(memory is not None, ranks, device) == 0:
         return False
     return _smallest(memory is not None and _met(memory, ranks), ranks, device) == 1
