@@ -59,11 +59,12 @@ OPTIONS = {
 HEAD = """\
 # The first hour, kind by kind
 
-For each kind of `d9d new job`: the commands from an empty directory to a trained, evaluated model in use, with the time
-of each. The environment has the wheels of d9d and their dependencies, but no clone. Models are small and new, and data
-comes with the package, as on a first try; `lora`, `dpo` and `distillation` start from the models of `sft` and
-`pretrain`. Your own model and records are two options, see [a first job](journeys/first-job.md). Written by
-`tools/first_hour.py`.
+For each kind of job that `d9d new job` writes, this page shows the commands from an empty directory to a model that is
+trained, evaluated and used, with their output and the seconds that each command took. The environment has d9d's wheels
+and their dependencies, but no clone of the repository. As on a first try, models are small and initialised at random,
+and the data comes with the package; `lora`, `dpo` and `distillation` start from the models that `sft` and `pretrain`
+trained. To use your own model and records, give two options, see [a first job](journeys/first-job.md).
+`tools/first_hour.py` writes this page.
 """
 
 
@@ -125,7 +126,8 @@ def installed(directory: Path) -> Path:
 def page(found: dict[str, list[Done]]) -> Iterator[str]:
     """Lines of the page."""
     yield HEAD
-    yield f"Times: {os.cpu_count()} cores, no GPU, torch {version('torch').partition('+')[0]}.\n"
+    release = version("torch").partition("+")[0]
+    yield f"Times were measured on {os.cpu_count()} cores, without a GPU, with torch {release}.\n"
     yield "| kind | commands | minutes | CPU minutes |\n|---|---|---|---|"
     for kind, done in found.items():
         wall, cpu = (sum(times) / 60 for times in ([one.wall for one in done], [one.cpu for one in done]))

@@ -15,14 +15,14 @@ def _of_aim(repo: str) -> str:
 
 
 class AimConfig(PluginConfig):
-    """Aim: runs on a server, or in a local repository, which ``aim up`` shows."""
+    """Tracker Aim: stores runs on a server, or in a local repository that ``aim up`` shows."""
 
     name: Literal["aim"] = "aim"
     """Selects this tracker."""
     repo: Annotated[str, AfterValidator(_of_aim)] | None = None
-    """Directory of the repository, or address of a server (``aim://host:port``); by default ``<run>/aim``."""
+    """Directory of Aim's repository, or address of a server (``aim://host:port``); by default ``<run>/aim``."""
     experiment: str | None = None
-    """Experiment that the run belongs to."""
+    """Aim experiment that the run belongs to; by default, Aim's default experiment."""
     log_system_params: bool = True
     """Store the environment: packages, git state, command line and environment variables."""
     capture_terminal_logs: bool = True

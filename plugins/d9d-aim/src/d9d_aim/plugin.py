@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """Tracker, selected by ``trackers``."""
+    """Declare the tracker ``aim``."""
     yield TrackerSpec(
         name="aim",
         summary="Runs in Aim, on a server or in a local repository.",

@@ -38,7 +38,8 @@ class AimTracker:
         try:
             if not remote:
                 Path(place).mkdir(parents=True, exist_ok=True)
-            # Aim writes VERSION last when it creates a repository, which takes seconds. Without it, create it again.
+            # Aim writes VERSION last when it creates a repository, which takes seconds. A repository without VERSION is
+            # incomplete, so it is created again.
             made = remote or (Path(place) / get_aim_repo_name() / "VERSION").is_file()
             repo = aim.Repo.from_path(place, init=not made)
         except Exception as error:  # Aim and its dependencies raise many types
@@ -59,7 +60,8 @@ class AimTracker:
     def _continued(self, repo: aim.Repo, place: str, run_hash: str) -> aim.Run | None:
         """Open the run with the saved hash; ``None`` if the run is lost and the config has ``lost_run: new``."""
         try:
-            # The lock is left from a process that died: d9d itself does not let two processes continue one job.
+            # A lock on the run can only be left from a process that died, because d9d never lets two processes
+            # continue one job. So ``force_resume`` takes it over.
             return self._run(repo, run_hash=run_hash, force_resume=True)
         except MissingRunError as error:
             text = f"the Aim repository {place} no longer has the run '{run_hash}' of this job"
@@ -80,7 +82,7 @@ class AimTracker:
             **arguments,
         )
         if config.log_system_params:
-            # In Aim's own format; Aim's code fails with setuptools releases that lack `pkg_resources`.
+            # Written here in Aim's format, because Aim's own code fails if setuptools lacks `pkg_resources`.
             run["__system_params"] = {
                 "packages": {installed.name: installed.version for installed in distributions()},
                 "env_variables": get_environment_variables(),
@@ -92,7 +94,7 @@ class AimTracker:
 
 
 class AimRun:
-    """Open run of the tracker ``aim``. Tags of a series become its context.
+    """Open run of the tracker ``aim``. The tags of a series become Aim's context of the series.
 
     Aim stores one value per step of a series, so steps that a resumed run repeats overwrite the earlier values.
 
@@ -132,7 +134,7 @@ class AimRun:
             self._run.log_artifact(str(path), f"{name}/{step}{path.suffix}", block=True)
 
     def flush(self) -> None:
-        """Do nothing: each write has reached the repository when it returns."""
+        """Do nothing but check that the run is open: a write has reached the repository when it returns."""
         self._check()
 
     def state(self) -> State:

@@ -53,7 +53,8 @@ class CutCrossEntropy:
         if not targets.numel():  # nothing to launch
             return linear_cross_entropy(hidden, weight, targets)
         unpredicted = (targets == IGNORE).flatten()
-        # Zeroed, because zero times NaN is NaN, also in the weight gradient.
+        # Hidden states without a target are zeroed: their gradient is zero, and zero times a NaN would be NaN in the
+        # weight gradient.
         tokens = hidden.flatten(0, -2).masked_fill(unpredicted.unsqueeze(1), 0)
         parameters = CCEParams(
             targets=targets.flatten().masked_fill(unpredicted, 0),

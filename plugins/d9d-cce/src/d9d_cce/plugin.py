@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends of ``linear_cross_entropy``: ``cce`` is exact, ``cce_filtered`` skips small gradients."""
+    """Declare the backends of ``linear_cross_entropy``: ``cce`` is exact, ``cce_filtered`` skips small gradients."""
     for name, suffix, summary in (
         ("cce", "", "cut-cross-entropy: no logits in memory; all gradients, summed in 16 bits."),
         ("cce_filtered", "_filtered", "cut-cross-entropy with its gradient filter, which skips small gradients."),

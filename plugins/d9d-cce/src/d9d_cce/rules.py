@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from d9d_core.kernel import Decision, OpSignature
 
-#: Priority of a backend that is used only by name. The filtered one always is, because its gradients are approximate.
+#: Priority of a backend that is used only if a job names it. ``cce_filtered`` must keep it: its gradients are
+#: approximate.
 BY_NAME = 0
 #: Priority and reason of each backend on CUDA.
 EXACT = (BY_NAME, "no logits in memory; all gradients, summed in the dtype of the model; by name only")
@@ -14,7 +15,7 @@ FILTERED = (
 )
 #: Dtypes that the backward supports.
 _FLOATS = ("bfloat16", "float16")
-#: Largest weight whose elements 32-bit indices can address.
+#: Largest number of elements of a weight that the kernels' 32-bit indices can address.
 _MOST_ELEMENTS = 2**31 - 1
 
 
@@ -24,7 +25,7 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def supports_filtered(signature: OpSignature) -> Decision:
-    """Accept the same calls as :func:`supports`; a job must name the backend."""
+    """Accept the same calls as :func:`supports`, for the backend ``cce_filtered``."""
     return _decide(signature, FILTERED)
 
 

@@ -18,7 +18,7 @@ from d9d_cublas.problem import Settings
 _NAME = "libcublasLt.so"
 _MAPS = Path("/proc/self/maps")
 
-#: Field of ``Settings`` -> number and ctype of the library's attribute.
+#: Field of ``Settings`` -> number and ctype of the ``cublasLtMatmulAlgoConfig`` attribute that holds it.
 _ATTRIBUTES: dict[str, tuple[int, Any]] = {
     "id": (0, ctypes.c_int32),
     "tile": (1, ctypes.c_uint32),
@@ -84,7 +84,7 @@ def find_library() -> Path:
     """
     lines = _MAPS.read_text("utf-8").splitlines() if _MAPS.exists() else []
     loaded = sorted({line.split(maxsplit=5)[-1] for line in lines if f"/{_NAME}" in line})
-    # The wheels of CUDA's libraries, in a folder next to torch's.
+    # The wheels of CUDA's libraries install into the folder ``nvidia``, next to torch's.
     wheels = Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{_NAME}*") if not loaded else ()
     paths = [Path(path) for path in loaded] or sorted(wheels)
     if not paths:
@@ -151,7 +151,7 @@ class Functions:
         return Settings(**found)
 
     def configure(self, algo: Algo, settings: Settings) -> None:
-        """Write settings that differ from the algorithm's; the library refuses attributes that the algorithm lacks."""
+        """Write only settings that differ from the algorithm's own; the library refuses attributes that it lacks."""
         before = self.settings(algo)
         for name, (attribute, ctype) in _ATTRIBUTES.items():
             wanted = getattr(settings, name)

@@ -10,7 +10,7 @@ A file of choices is JSON::
 ``device`` is the device name that torch returns, ``library`` the version that ``cublasLtGetVersion`` returns. The
 fields of the product are described in :class:`~d9d_cublas.problem.Problem`, the fields of the algorithm in
 :class:`~d9d_cublas.problem.Settings`. An algorithm of ``null`` means cuBLAS's default. ``milliseconds``, of the default
-and of the choice, are informative only.
+algorithm and of the chosen one, are only for information.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Choices:
             self._give_up(f"cannot be used ({error}); delete it")
 
     def _give_up(self, why: str) -> None:
-        """Warn of a file of the user's choices that cannot be read or written, and do not use it any more."""
+        """Warn that the file of the user's choices cannot be read or written, and stop using the file."""
         self._works = False
         text = f"choices of cuBLASLt algorithms: {self._cache} {why}; this process measures for itself"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -169,7 +169,7 @@ def write(path: Path, choices: Mapping[Key, Choice]) -> None:
     ]
     lines = ",".join(f"\n  {json.dumps(entry)}" for entry in entries)  # one line per choice, so that diffs are readable
     text = f'{{\n "format": {FORMAT},\n "choices": [{lines}\n ]\n}}\n'
-    # A name of this process alone, even if several machines share the folder.
+    # The name is unique to this process, even if several machines share the folder.
     temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         temporary.write_text(text, "utf-8")
@@ -191,7 +191,7 @@ def _parse(entry: Mapping[str, Any]) -> tuple[Key, Choice]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock among writing processes; the system releases it when the process ends."""
+    """Hold a lock that excludes other writing processes; the operating system releases it if the process dies."""
     with path.open("w") as file:
         # On a file system without locks, the last of two concurrent writers wins; the file is complete in any case.
         with suppress(OSError):

@@ -18,8 +18,8 @@ from d9d_cublas.tuning import Run, Tuner, is_right
 
 #: Number of candidates to request from the library's heuristic.
 _CANDIDATES = 8
-#: Largest number of products that a process measures: if the number of rows varies by step, there is no end of
-#: products.
+#: Largest number of products that a process measures. Without a limit, a number of rows that changes with each step
+#: would cause a measurement in each step.
 _MEASURED = 64
 #: FLOP of the smallest product to measure, about 30 us on an H200.
 _SMALLEST = 20 * 10**9
@@ -51,22 +51,22 @@ def is_capturing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Plan of a product: the algorithm that computes it; without an algorithm, torch computes the product."""
+    """Plan of a product: its descriptor and the algorithm that computes it; if ``None``, torch computes the product."""
 
     description: Any = None
     algorithm: Any = None
 
 
 class DeviceProducts:
-    """Products of one device by chosen cuBLAS algorithms.
+    """Computes the matrix products of one device, each by the cuBLAS algorithm chosen for it.
 
     Args:
         library: source of algorithms.
         name: name of the device.
         choices: earlier choices.
         tuner: measures products that have no choice yet.
-        capturing: returns whether a CUDA graph is being captured.
-        smallest: FLOP below which torch computes a product.
+        capturing: returns whether a CUDA graph is being captured, during which nothing is measured.
+        smallest: products of fewer FLOP than this are computed by torch.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class DeviceProducts:
             self._library.run(plan.description, plan.algorithm, first, second, out)
 
     def _plan(self, problem: Problem, strides: tuple[int, int], first: Tensor, second: Tensor, out: Tensor) -> _Plan:
-        """Plan of a product; cached once it is final."""
+        """Plan of a product; cached, unless the product has no choice yet and cannot be measured now."""
         choice = self._find(problem)
         if choice is None and not self._capturing():
             self._measured += 1
@@ -121,7 +121,7 @@ class DeviceProducts:
         return plan
 
     def _find(self, problem: Problem) -> Choice | None:
-        """Stored choice of an algorithm for a matrix product; ``None`` if the product must be measured."""
+        """Choice for a matrix product that needs no measurement; ``None`` if the product must be measured."""
         if problem.operations < self._smallest:
             return Choice(None)
         key = self._key(problem)
@@ -134,10 +134,10 @@ class DeviceProducts:
     def _measure(
         self, problem: Problem, strides: tuple[int, int], first: Tensor, second: Tensor, out: Tensor
     ) -> Choice | None:
-        """Measured choice; ``None`` if the current operands or the free memory do not allow a measurement."""
+        """Measure and record a choice; ``None`` if the operands' values or the free memory do not allow it."""
         layout = problem.layout
         multiply(layout, first, second, out)
-        # Zeros draw less power than other values, and non-finite results cannot be compared.
+        # Products of zeros draw less power than others, so their times mislead; non-finite results cannot be compared.
         norm = torch.linalg.vector_norm(out, dtype=torch.float32).item()
         if not 0 < norm < float("inf"):
             return None

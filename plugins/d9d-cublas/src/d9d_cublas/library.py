@@ -25,7 +25,7 @@ _R_32F = 0
 _TYPES = {"bfloat16": 14, "float16": 2}
 _DESC_TRANSA, _DESC_TRANSB = 3, 4
 _PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION = 1, 3
-#: With split-K, partial sums are added in float32, never in the dtype of the result.
+#: Split-K algorithms must add their partial sums in float32, not in the dtype of the result.
 _REDUCTION_COMPUTE_TYPE = 2
 
 
@@ -79,7 +79,7 @@ class Library:
         self._functions = functions
         self._device = device
         with torch.cuda.device(device):
-            # Never destroyed: CUDA may be shut down before a destructor runs.
+            # The handle is never destroyed, because CUDA may be shut down before a destructor runs.
             self._handle = ctypes.c_void_p()
             functions.call("Create", ctypes.byref(self._handle))
         self.version = functions.version
@@ -136,7 +136,7 @@ class Library:
         """
         pointer, (a, b, d) = out.data_ptr(), description.matrices
         with torch.cuda.device(self._device):
-            # Allocated on the current stream, so the caching allocator may reuse it in stream order.
+            # Allocated on the stream of the product, so the caching allocator reuses the workspace only afterwards.
             workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8) if algorithm.workspace else None
             self._functions.call(
                 "Matmul",

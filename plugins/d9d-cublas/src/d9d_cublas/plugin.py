@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backend ``cublas`` of the op ``swiglu``."""
+    """Declare the backend ``cublas`` of the op ``swiglu``."""
     yield KernelSpec(
         name="cublas",
         summary="SwiGLU layer whose matrix products use the fastest cuBLASLt algorithms by measurement.",

@@ -30,10 +30,11 @@ class Multiplies(Protocol):
 
 
 class Products:
-    """Products by cuBLAS on all devices of a process.
+    """Computes matrix products by cuBLAS on all devices of a process.
 
     Args:
-        open_device: returns the products of a device at its first use; ``None`` if torch should compute them.
+        open_device: called at the first product on a device; returns the object that computes the device's products, or
+            ``None`` to let torch compute them.
         capturing: returns whether a CUDA graph is being captured, during which no device is opened.
     """
 
@@ -122,7 +123,7 @@ def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
 
     Args:
         grad: [T, N].
-        weights: [..., K] each; together they have N rows.
+        weights: weights of the products, [N_i, K] each, where the N_i add up to N.
 
     Returns:
         [T, K].

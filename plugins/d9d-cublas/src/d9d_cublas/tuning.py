@@ -1,7 +1,7 @@
 """Measurement of the algorithms for one product, and the choice between them.
 
-A GPU at its power limit runs slower than a GPU after a pause. So there is no synchronisation between candidates, and
-each one is measured in several rounds of changing order.
+A GPU at its power limit runs slower than a GPU after a pause. So the host does not synchronise between candidates, and
+all candidates are measured in several rounds, each in another order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ GAIN = 0.02
 #: Largest time of a candidate in the first pass, as a multiple of the default's time.
 SCREEN = 1.1
 ROUNDS = 3
-#: Milliseconds of warm-up, of a candidate in the first pass, and of a candidate in a round.
+#: Milliseconds for which the warm-up, each candidate in the first pass, and each candidate in a round run.
 HEAT, FIRST, ROUND = 300.0, 5.0, 10.0
-#: Largest relative distance of a product from torch's.
+#: Largest norm of the difference between a candidate's product and torch's, relative to the norm of torch's.
 DISTANCE = 1e-2
 
 Run = Callable[[], None]
@@ -66,8 +66,7 @@ class Tuner:
             candidates: calls of other algorithms whose results are correct.
 
         Returns:
-                Index of the chosen candidate, or ``None`` for the default; milliseconds of the default and of the
-                choice.
+            Index of the chosen candidate, or ``None`` for the default; milliseconds of the default and of the choice.
         """
         # The first call includes loading the kernel; the second call tells how many calls fit into a millisecond.
         once = self._clock([default, default], [1, 1])[1]
@@ -104,7 +103,8 @@ def decide(times: Sequence[Sequence[float]]) -> int:
         times: milliseconds of each call in each round.
 
     Returns:
-        Index of the smallest median among the calls that save :data:`GAIN` in the median and are faster in each round.
+        Index of the call with the smallest median, among the calls that are faster than the default in each round and
+        whose median is lower than the default's by at least the fraction :data:`GAIN`; 0 if there is none.
     """
     default = times[0]
     enough = (1 - GAIN) * median(default)

@@ -14,7 +14,7 @@ PYTHON_SOURCES = ("python:topics", "python:docstrings", "python:sources", "pytho
 
 #: Packing of the samples of a dataset.
 Packing = Literal["none", "concat", "best_fit"]
-#: Largest vocabulary, sixty times the largest published ones; tables have an entry for each id.
+#: Largest vocabulary in tokens, because tables have an entry per token id; published vocabularies are far smaller.
 MAX_VOCABULARY = 1 << 24
 
 
@@ -133,8 +133,8 @@ class PaddedConfig(PreparedConfig):
     """Shared fields of all datasets that pad samples to the longest sample of their microbatch."""
 
     bucket_window: int | None = Field(default=None, ge=1)
-    """Samples sorted by length at a time, a multiple of the batch size; by default up to 64 batches, at most an epoch.
-    One batch: no sorting across packs."""
+    """Number of samples sorted by length together, a multiple of the batch size; by default up to 64 batches, at most
+    an epoch. With one batch, only the samples of a step are sorted."""
     pad_multiple: int = Field(default=8, ge=1)
     """Divisor of the length of a microbatch: the longest sample is rounded up to a multiple; divides
     ``sequence_length``."""
@@ -159,7 +159,7 @@ class PaddedConfig(PreparedConfig):
 
 
 class PackableConfig(PaddedConfig):
-    """Shared fields of all datasets whose records are samples, or share samples of equal length."""
+    """Shared fields of datasets with one record per sample, or with several records packed into each sample."""
 
     packing: Packing = "none"
     """``none``: one record per sample; ``concat``: samples cut from all records joined; ``best_fit``: whole records
@@ -202,11 +202,11 @@ class DocumentsConfig(PaddedConfig, CorpusConfig):
     name: Literal["documents"] = "documents"
     """Selects the plugin."""
     sources: tuple[PathOrAddress, ...]
-    """As for ``text``."""
+    """Sources as for the dataset ``text``."""
     field: str | None = Field(default=None, min_length=1)
-    """As for ``text``; if absent ``text`` for ``.jsonl`` files."""
+    """Field with the text, as for the dataset ``text``; if absent, the field ``text`` of ``.jsonl`` files."""
     sequence_length: int = Field(ge=1)
-    """Most positions of a sample; ``too_long`` treats longer documents."""
+    """Largest number of positions of a sample; ``too_long`` treats longer documents."""
     shuffle: bool = True
     """Visit documents, and packs within a window, in a random order drawn from the seed; false keeps the source
     order."""
@@ -362,7 +362,7 @@ class PreferenceConfig(ModelTextConfig):
     """Format of the records: a name, or a mapping that names their fields, such as ``{user: question, chosen: better,
     rejected: worse}``; by default found by the first record."""
     sequence_length: int = Field(ge=1)
-    """Most positions of each text of a pair: the prompt and one completion."""
+    """Largest number of positions of each text of a pair: the prompt and one completion."""
 
     @field_validator("format", mode="before")
     @classmethod
@@ -428,7 +428,7 @@ class LabelledConfig(PaddedConfig, CorpusConfig):
     """Names of the classes in the order of their numbers; by default the labels of the data, sorted, or their
     numbers."""
     sequence_length: int = Field(ge=1)
-    """Most positions of a sample; ``too_long`` treats longer texts."""
+    """Largest number of positions of a sample; ``too_long`` treats longer texts."""
 
     @property
     def text_field(self) -> str:
@@ -473,8 +473,8 @@ class PairsConfig(PaddedConfig, TokenizedConfig):
     document_prefix: str = ""
     """Text before each document."""
     sequence_length: int = Field(ge=2)
-    """Most positions of each text, including its end-of-text token; ``too_long`` treats longer texts, and the
-    end-of-text token is kept."""
+    """Largest number of positions of each text, including its end-of-text token; ``too_long`` treats longer texts, and
+    the end-of-text token is kept."""
 
     @property
     def sample_lengths(self) -> SampleLengths:

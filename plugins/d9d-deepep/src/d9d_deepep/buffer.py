@@ -1,6 +1,6 @@
 """DeepEP's communication buffer: GPU memory that the ranks of a group write into directly.
 
-The only module that imports the library; uses the interface of ``deep_ep.Buffer`` as documented with version 1.
+Only this module imports the library. It uses the interface of ``deep_ep.Buffer`` as documented for version 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INSTALL = (
 
 
 def open_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """Open a buffer for rows of ``row_bytes`` bytes. Collective over ``group``.
+    """Open a buffer for tokens of ``row_bytes`` bytes each. Collective over ``group``.
 
     Raises:
         BuildError: the library is not installed; the message says how to install it.

@@ -1,7 +1,7 @@
-"""Estimate of DeepEP's communication in a step, from shapes and evenly chosen experts.
+"""Estimate of DeepEP's communication in a step, from the shapes of tensors.
 
-DeepEP's kernels are not torch collectives, so recorders of collectives do not see them. The number of calls is exact;
-the sizes assume that the router chooses all experts equally often.
+DeepEP's kernels are not torch collectives, so tools that record collectives do not see them. The estimated number of
+calls is exact; the sizes assume that the router chooses all experts equally often.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from d9d_core.traits import HasExperts
 from d9d_moe.expert_parallel.communication import features_of, rows_of_token
 from torch import nn
 
-#: Bytes of a row's element, of an expert index and of an expert weight; DeepEP supports no other dtypes.
+#: Bytes of an element of a token (bfloat16), of an expert index (int64) and of an expert weight (float32).
 _ROW, _EXPERT, _WEIGHT = 2, 8, 4
 
 
@@ -27,7 +27,7 @@ class DeepEPCommunication:
         layers: layers with experts, by qualified name.
         experts: number of experts of each layer over all ranks.
         ranks: global indices of the ranks of ``ep``.
-        split: number of ranks of ``tp``, which shard the positions.
+        split: number of ranks of ``tp``; each sends the tokens of its share of the positions.
     """
 
     stage: nn.Module
@@ -37,7 +37,7 @@ class DeepEPCommunication:
     split: int
 
     def __call__(self, step: StepShape) -> Iterator[Collective]:
-        """List dispatches and combines of all layers. With frozen layers, some backward entries are upper bounds."""
+        """List dispatches and combines of all layers. If a parameter is frozen, backward counts are upper bounds."""
         frozen = any(not parameter.requires_grad for parameter in self.stage.parameters())
         for name, layer in self.layers.items():
             rows, labels, weights = self._sizes(name, layer, step)
@@ -48,7 +48,7 @@ class DeepEPCommunication:
                 yield self._call(size, step.backwards, purpose, at_most=frozen)
 
     def _sizes(self, name: str, layer: HasExperts, step: StepShape) -> tuple[int | None, int | None, int | None]:
-        """Estimated bytes that a dispatch sends: the rows; their expert indices and weights; and the weights alone."""
+        """Estimated bytes that a dispatch sends: of tokens; of expert indices and weights; of weights alone."""
         chosen = getattr(getattr(layer, "router", None), "top_k", None)
         if chosen is None:
             return None, None, None

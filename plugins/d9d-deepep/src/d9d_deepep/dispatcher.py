@@ -23,27 +23,27 @@ from torch import distributed as dist
 from d9d_deepep.buffer import open_buffer
 from d9d_deepep.kernels import Handle, PendingTensors, after, combine, dispatch_again, launch
 
-#: Row size in bytes must be a multiple of this.
+#: The bytes of a token's hidden state must be a multiple of this.
 _PIECE = 16
 
 
 class DeepEPDispatcher(OutsideGraph, PermutingDispatcher):
-    """Dispatcher of tokens by DeepEP; rank r of W holds the experts from ``r * E / W`` on.
+    """Dispatcher of tokens by DeepEP; rank r of W holds the ``E / W`` experts from index ``r * E / W`` on.
 
     A token is sent once to each rank that holds one of its experts. That rank sums the weighted outputs of its experts;
     DeepEP then adds the sums of the ranks. The backward of a dispatch is a combine with the same handle, and vice
     versa.
 
-    Kernels run on DeepEP's stream, after the kernels they depend on, so computation between start and wait overlaps
-    with them. DeepEP's dispatch makes the host wait for the number of rows; this happens in the dispatch's ``wait``.
+    Kernels run on DeepEP's stream, after the kernels they depend on, so they overlap with computation between start and
+    wait. DeepEP's dispatch makes the host wait for the number of rows; this happens in the dispatch's ``wait``.
 
-    All layers that share the dispatcher share one buffer. The first dispatch opens it; a dispatch with wider rows opens
-    it again.
+    All layers that share the dispatcher share one buffer. The first dispatch opens it; a dispatch of tokens with more
+    bytes opens a larger one.
 
     Args:
         group: process group of the ranks.
         experts: E.
-        open_buffer: (group, bytes of a row) -> ``deep_ep.Buffer``.
+        open_buffer: (group, bytes of a token) -> ``deep_ep.Buffer``.
 
     Raises:
         BuildError: the number of ranks does not divide the number of experts.
@@ -84,13 +84,14 @@ class DeepEPDispatcher(OutsideGraph, PermutingDispatcher):
 
 
 class DeepEPHandle(NamedTuple):
-    """Row indices and DeepEP's handle of a dispatch, for its combine.
+    """What the combine needs to know of its dispatch: row indices, expert weights and DeepEP's own handle.
 
     Attributes:
         handle: DeepEP's own handle.
-        slots: int64 [R], for each row of the experts, its index among the N * k choices of received tokens.
+        slots: int64 [R]; for each row of this rank's experts, the index of its choice among the N * k choices (token,
+            expert) of received tokens.
         places: int64 [N, k], row of each choice; R or more if the expert is on another rank.
-        weights: float32 [N, k].
+        weights: float32 [N, k], weight of each choice; zero if the expert is on another rank.
     """
 
     handle: Handle
@@ -100,9 +101,10 @@ class DeepEPHandle(NamedTuple):
 
 
 class PendingDispatch:
-    """Dispatch started by a DeepEP dispatcher; :meth:`wait` launches the kernel, after the event recorded at the start.
+    """Dispatch started by a DeepEP dispatcher.
 
-    DeepEP's dispatch makes the host wait for sizes; by then the work that overlaps with it has been launched.
+    Only :meth:`wait` launches the kernel that sends tokens, because this call makes the host wait for sizes. By then,
+    the host has launched the work that overlaps with it. The kernel waits only for work from before the start.
     """
 
     @untraced

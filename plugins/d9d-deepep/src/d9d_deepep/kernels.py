@@ -1,4 +1,4 @@
-"""DeepEP's dispatch and combine kernels: they run on DeepEP's stream; the current stream waits for them.
+"""DeepEP's dispatch and combine kernels, which run on DeepEP's stream until the current stream waits for them.
 
 Shapes: T tokens of this rank, H features, k experts of a token, N tokens received.
 """
@@ -26,7 +26,7 @@ class PendingTensors:
         self._event = event
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait for the tensors; the current stream waits, the host does not."""
+        """Make the current stream, but not the host, wait for the tensors; return them."""
         self._event.current_stream_wait()
         return self._tensors
 
@@ -34,7 +34,7 @@ class PendingTensors:
 class Handle:
     """Handle of a DeepEP dispatch: an opaque tuple of the library.
 
-    Its tensors can be removed, so that autograd saves them, and inserted again.
+    Its tensors can be taken out, so that autograd can save them, and put back.
 
     Args:
         parts: the library's tuple.
@@ -59,13 +59,13 @@ class Handle:
 
 
 def dispatch_again(buffer: Any, rows: Tensor, handle: tuple[Any, ...]) -> PendingTensors:
-    """Start to copy rows [T, H] to the ranks that received the tokens -> [N, H]. Collective."""
+    """Start to send rows [T, H] to the ranks to which an earlier dispatch sent these tokens -> [N, H]. Collective."""
     sent, _, _, _, _, event = buffer.dispatch(rows.contiguous(), handle=handle, **launch(buffer))
     return PendingTensors((sent,), event)
 
 
 def combine(buffer: Any, rows: Tensor, handle: tuple[Any, ...], weights: Tensor | None = None) -> PendingTensors:
-    """Start to sum rows [N, H] and weights [N, k] on their tokens' ranks -> [T, H], [T, k]. Collective."""
+    """Start to send rows [N, H] and weights [N, k] back and sum them by token -> [T, H], [T, k]. Collective."""
     summed, weights, event = buffer.combine(
         rows.contiguous(), handle, topk_weights=None if weights is None else weights.contiguous(), **launch(buffer)
     )
@@ -78,5 +78,5 @@ def launch(buffer: Any) -> dict[str, Any]:
 
 
 def after(event: Any) -> dict[str, Any]:
-    """Launch arguments for an asynchronous kernel after an event; DeepEP then allocates outputs on its own stream."""
+    """Launch arguments for an asynchronous kernel that runs after ``event``; its outputs belong to DeepEP's stream."""
     return {"previous_event": event, "async_finish": True, "allocate_on_comm_stream": True}

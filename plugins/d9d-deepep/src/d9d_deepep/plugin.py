@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """Strategy that dispatches tokens by DeepEP's kernels for NVLink and RDMA."""
+    """Declare the strategy ``deepep``, which dispatches tokens by DeepEP's kernels for NVLink and RDMA."""
     yield StrategySpec(
         name="deepep",
         summary="Dispatches tokens by the library DeepEP: CUDA, bfloat16, NVLink within a node, RDMA between nodes.",

@@ -27,10 +27,10 @@ class DeepSeekConfig(MultiTokenConfig):
     """A published size: 671b or moonlight-16b-a3b. Fills every field that is not given."""
 
     num_key_value_heads: int = Field(default=0, ge=0)
-    """Equals num_attention_heads, which 0 takes: all heads have keys and values."""
+    """Number of key and value heads: always num_attention_heads, which is also the meaning of 0."""
 
     head_dim: int = Field(default=0, ge=0, validate_default=True)
-    """Features of a query or key head: the sum of qk_nope_head_dim and qk_rope_head_dim, which 0 takes."""
+    """Features of a query or key head: always qk_nope_head_dim + qk_rope_head_dim, which is also the meaning of 0."""
 
     sliding_window: None = None
     """Null: all layers attend to all positions."""
@@ -39,16 +39,16 @@ class DeepSeekConfig(MultiTokenConfig):
     """Biases in the projections to latents and in the output projection of attention."""
 
     q_lora_rank: int | None = Field(default=None, gt=0)
-    """Features of the latent of queries; null computes queries from the hidden state by one matrix."""
+    """Features of the latent that queries are computed from; null: one matrix maps the hidden state to queries."""
 
     kv_lora_rank: int = Field(gt=0)
-    """Features of the latent of keys and values."""
+    """Features of the latent that keys and values are computed from."""
 
     qk_nope_head_dim: int = Field(gt=0)
-    """Features of a query or key head without positions."""
+    """Features of a query or key head that do not rotate, and so do not depend on positions."""
 
     qk_rope_head_dim: int = Field(gt=0)
-    """Features of a query or key head that rotate, an even number; all heads share these features of a key."""
+    """Features of a query or key head that rotate, an even number; all key heads have the same values of them."""
 
     v_head_dim: int = Field(gt=0)
     """Features of a value head, at most head_dim."""
@@ -69,7 +69,7 @@ class DeepSeekConfig(MultiTokenConfig):
     """Features inside an expert."""
 
     num_shared_experts: int = Field(default=1, gt=0)
-    """Number of experts that compute every token, as one feed-forward layer of so many times the features."""
+    """Number of experts that compute every token: one feed-forward layer with this many times an expert's features."""
 
     num_groups: int = Field(default=1, gt=0)
     """Number of groups of consecutive experts. Hugging Face: ``n_group``."""
@@ -82,7 +82,7 @@ class DeepSeekConfig(MultiTokenConfig):
     """Divide the weights of a token's experts by their sum. Hugging Face: ``norm_topk_prob``."""
 
     routed_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Factor of the weights of routed experts. Hugging Face: ``routed_scaling_factor``."""
+    """Factor that multiplies the weights of routed experts. Hugging Face: ``routed_scaling_factor``."""
 
     balancing: Balancers = ()
     """Load-balancing methods, at most one of each kind: auxiliary_loss, z_loss, bias_update. Only bias_update changes
@@ -95,7 +95,7 @@ class DeepSeekConfig(MultiTokenConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, value: Any) -> Any:
-        """Fill fields from the preset, and the sizes that follow from other fields."""
+        """Fill fields from the preset, and the two sizes that follow from other fields."""
         if not isinstance(value, Mapping):
             return value
         filled = fill(value, cls.presets)

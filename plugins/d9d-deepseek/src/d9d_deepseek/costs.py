@@ -23,7 +23,7 @@ def stage_cost(config: DeepSeekConfig, stage: Stage, share: Share) -> StageCost:
 
 
 def _attention(config: DeepSeekConfig, layer: int, share: Share) -> MixerCost:
-    """Cost of latent attention; values are counted as padded to the size of keys, as most backends need them."""
+    """Cost of latent attention; values count as padded to the size of keys, because most backends need that."""
     tokens, width, hidden = share.tokens, share.width, config.hidden_size
     heads, key, value = config.num_attention_heads // share.tensor, config.head_dim, config.v_head_dim
     latent, rotary = config.kv_lora_rank, config.qk_rope_head_dim
@@ -67,10 +67,10 @@ def _linear(
     cut: int | None = None,
     keeps_input: bool = True,
 ) -> OpCost:
-    """Cost of a projection of attention, which ``tp`` splits along ``cut``."""
+    """Cost of a projection of attention, whose weight ``tp`` splits along dimension ``cut``; ``None``: it does not."""
     weights = [Weight(f"attention.{name}.weight", (outputs, features), "linear", cut)]
     if name.rpartition(".")[2] in config.biased_projections():
-        # Never split: no projection with a bias is split along its outputs.
+        # A bias is never split, because ``tp`` splits no projection with a bias along its outputs.
         weights.append(Weight(f"attention.{name}.bias", (outputs,)))
     keeps = {"keeps_input": keeps_input}
     return linear(name, share.tokens, features, outputs, share.width, weights=tuple(weights), **keeps)
@@ -82,7 +82,7 @@ def _feed_forward(config: DeepSeekConfig, layer: int, share: Share) -> FeedForwa
         return swiglu_cost(config, layer, share)
     inside = config.moe_intermediate_size
     routed = mixture(share, config.hidden_size, inside, config.num_experts, config.experts_per_token)
-    # Under tp, the shared expert gathers positions, which routed experts do not read.
+    # Under tp, the shared expert gathers its input over positions and keeps it; routed experts do not read this tensor.
     shared = gated_cost(
         config, share, inside * config.num_shared_experts, "ffn.shared_expert", keeps_input=share.tensor > 1
     )

@@ -31,7 +31,7 @@ _LATENT_QUERIES = {
     "self_attn.q_a_layernorm": "attention.q_proj.norm",
     "self_attn.q_b_proj": "attention.q_proj.up",
 }
-#: Names in a layer that predicts further tokens, outside of its decoder block: in DeepSeek's files -> d9d's.
+#: Names in a layer of multi-token prediction, outside of its decoder block: in DeepSeek's files -> d9d's.
 _FURTHER_NAMES = {
     "enorm": "embedding_norm",
     "hnorm": "hidden_norm",
@@ -57,16 +57,16 @@ _NAMES = {
     "norm_topk_prob": "renormalise",
     "routed_scaling_factor": "routed_scale",
 }
-#: Field with the number of layers that predict further tokens; they follow the other layers in the files.
+#: Field with the number of layers of multi-token prediction, whose indices in the files follow the other layers'.
 _FURTHER = "num_nextn_predict_layers"
 #: Largest accepted number of these layers, of which d9d reads as many as ``mtp.depths`` says.
 _MOST_FURTHER = 8
-#: Field that transformers reads: whether the hidden state comes first in the projections of these layers.
+#: Field that transformers reads: whether the hidden state comes before the embedding in these layers' projections.
 _HIDDEN_FIRST = "mtp_hidden_states_first"
 _READ = (READ - {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}).union(
     _NAMES,
     {_FURTHER, _HIDDEN_FIRST, "qk_head_dim"},
-    # Without effect on the model: settings of other training code.
+    # Settings of other training code, which have no effect on the model.
     {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"},
 )
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -104,11 +104,11 @@ class DeepSeekHuggingFace(DecoderFormat[DeepSeekConfig]):
         }
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the fields of :meth:`special_json`. Layers that predict further tokens stay off.
+        """Read the fields of :meth:`special_json`. Layers of multi-token prediction stay off.
 
         Raises:
-            CheckpointError: there are more layers for further tokens than d9d reads, or YaRN has a variant that d9d
-                does not compute.
+            CheckpointError: there are more layers of multi-token prediction than d9d reads, or YaRN has a variant that
+                d9d does not compute.
         """
         further = data.get(_FURTHER) or 0
         if not isinstance(further, int) or further > _MOST_FURTHER:
@@ -129,7 +129,7 @@ class DeepSeekHuggingFace(DecoderFormat[DeepSeekConfig]):
         return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
 
     def layers(self, config: DeepSeekConfig, stored: DeepSeekConfig) -> list[Mapper]:
-        """Add the mappers of queries, routers, experts, of SwiGLU if some layers are dense, and of further tokens."""
+        """Add mappers of queries, routers, experts, dense layers' SwiGLU, and layers of multi-token prediction."""
         # Imported here, because reading a config must not import torch.
         from d9d_weights.hugging_face.names import layer_names
 
@@ -142,7 +142,7 @@ class DeepSeekHuggingFace(DecoderFormat[DeepSeekConfig]):
         ]  # fmt: skip
 
     def importer(self, config: DeepSeekConfig, stored: DeepSeekConfig) -> Mapper:
-        """Mapper from files to the model. It leaves out layers that predict more tokens than the model does.
+        """Mapper from files to the model. It leaves out layers of multi-token prediction that the model lacks.
 
         Layers of multi-token prediction that the files do not have keep their initial values.
 
@@ -168,9 +168,10 @@ class DeepSeekHuggingFace(DecoderFormat[DeepSeekConfig]):
         return Parallel(*apart) >> super().importer(config, stored)
 
     def exporter(self, config: DeepSeekConfig) -> Mapper:
-        """Mapper from the model to files. Each layer of further tokens gets copies of embedding and head, as published.
+        """Mapper from the model to files.
 
-        Software that runs these layers reads the copies.
+        As in DeepSeek's files, each layer of multi-token prediction gets copies of embedding and head, which software
+        that runs these layers reads.
         """
         from d9d_weights.graph.base import Parallel
         from d9d_weights.graph.mappers import Rename
@@ -190,12 +191,12 @@ class DeepSeekHuggingFace(DecoderFormat[DeepSeekConfig]):
 
 
 def _apart(depth: int) -> str:
-    """Name of a layer that predicts further tokens, between the names in files and d9d's: no pattern of layers fits."""
+    """Temporary name of a layer of multi-token prediction, which patterns of the other layers' names do not match."""
     return f"further.{depth}"
 
 
 def _further(config: DeepSeekConfig, depth: int) -> Mapper:
-    """Mapper of a layer that predicts further tokens; without tensors in the files, the layer is new."""
+    """Mapper of a layer of multi-token prediction; if the files lack its tensors, the layer is initialised anew."""
     from d9d_nn.decoder.multi_token import tensors_of_layer
     from d9d_weights.graph.base import Parallel
     from d9d_weights.graph.mappers import Rename
@@ -249,7 +250,7 @@ def _router(theirs: str, ours: str) -> Iterator[Mapper]:
     from d9d_weights.graph.mappers import Rename
 
     yield Rename(f"{theirs}.mlp.gate.weight", f"{ours}.ffn.router.weight")
-    # A buffer, which may be missing.
+    # The selection bias is a buffer, which files may lack.
     yield Rename(f"{theirs}.mlp.gate.e_score_correction_bias", f"{ours}.ffn.router.selection_bias", optional=True)
 
 

@@ -20,7 +20,7 @@ _LATENT_EPS = 1e-6
 
 
 class DeepSeek(DecoderModel):
-    """Model of one pipeline stage, see :class:`~d9d_nn.decoder.model.DecoderModel`."""
+    """DeepSeek-V3, or one pipeline stage of it; see :class:`~d9d_nn.decoder.model.DecoderModel`."""
 
     def __init__(self, config: DeepSeekConfig, stage: Stage = Stage(), *, heads: bool = True) -> None:  # noqa: B008
         super().__init__(config, stage, build_block, heads=heads)

@@ -12,8 +12,8 @@ from d9d_core.kernel import OpSignature
 from torch import Tensor
 from torch.nn import functional
 
-#: Least logarithm of a decay. Its exponential, 2e-22, adds nothing to a float32 sum; a smaller logarithm would cost
-#: precision, because the library takes differences of sums of up to 64 of them.
+#: Lower bound of the logarithms of decays. A state times exp(-50) = 2e-22 adds nothing to a float32 sum. A lower bound
+#: would cost precision, because the library takes differences of sums of up to 64 logarithms.
 FORGETS = -50.0
 
 
@@ -70,9 +70,9 @@ class GatedDeltaRule:
 
 
 def forgetting(decay: Tensor, documents: Tensor | None) -> Tensor:
-    """Logarithms of decays that let the first token of a document forget the state of the document before.
+    """Change the logarithms of decays so that the first token of a document forgets the state of earlier documents.
 
-    The library's argument for documents, their lengths, would make the host wait for the device in every layer.
+    The library could separate documents by their lengths, but then the host would wait for the device in every layer.
 
     Args:
         decay: [B, S, N].

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backend of ``gated_delta_rule``."""
+    """Declare the backend ``fla`` of ``gated_delta_rule``."""
     yield KernelSpec(
         name="fla",
         summary="Gated delta rule of flash-linear-attention, in Triton: CUDA, bfloat16 and float16.",

@@ -9,16 +9,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 from d9d_core.kernel import Decision, OpSignature
 
-#: Priority and reason; ``chunked`` of d9d-nn has priority 10.
+#: Priority and reason of the backend; the priority is above that of ``chunked`` of d9d-nn, 10.
 _CHOSEN = (20, "Triton kernels that keep 16-bit tensors; the host does not wait")
-#: Priority and reason where TileLang replaces a kernel of Triton.
+#: Priority and reason where the library calls TileLang instead of a Triton kernel.
 _WITH_TILELANG = (0, "the library computes a part of the gradients by TileLang, which was not tested; by name only")
 _FLOATS = ("bfloat16", "float16")
 #: Release of the library whose interface the backend calls.
 _RELEASE = (0, 6)
-#: Most features of a key that the library's programs hold.
+#: Largest number of features of a key that the library's Triton programs support.
 _MOST_FEATURES = 256
-#: Major compute capability, and Triton's releases, from the first to before the second, that compute wrong gradients.
+#: Triton computes wrong gradients on GPUs of this major compute capability, from the first of these releases up to, but
+#: excluding, the second.
 _HOPPER = 9
 _WRONG_TRITON = (3, 4), (3, 7, 1)
 

@@ -39,8 +39,8 @@ class Attend(Protocol):
             starts: int32 [M + 1], see :func:`d9d_flash_attention.starts.document_starts`; ``None`` if each sample is
                 one document.
             length: S.
-            window: number of positions that a query attends to, its own included, in each direction that it attends
-                to; ``None`` for all.
+            window: number of positions, its own included, that a query attends to backward, and forward too if not
+                ``causal``; ``None`` for all.
             causal: whether a query attends to its own and earlier positions only.
 
         Returns:
@@ -78,13 +78,13 @@ class FlashAttention:
 
     Args:
         attend: the library's attention.
-        window: number of positions that a query attends to, its own included; ``None`` for all.
-        of_one: whether to ignore document indices, because each sample is one document; its padding comes last, where
-            causal attention never reaches it.
+        window: number of positions that a query attends to, see :class:`Attend`; ``None`` for all.
+        of_one: whether to ignore document indices, because each sample is one document, and causal attention never
+            reaches the padding, which comes last.
         causal: whether a query attends to its own and earlier positions only.
 
     Attributes:
-        mask_kinds: the kind that the function was built for, see :mod:`d9d_core.attention`.
+        mask_kinds: the kind of mask that the function computes, see :mod:`d9d_core.attention`.
     """
 
     def __init__(self, attend: Attend, window: int | None, *, of_one: bool = False, causal: bool = True) -> None:
@@ -95,7 +95,7 @@ class FlashAttention:
         self._of_one = of_one
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:  # noqa: ARG002
-        """Compute the starts of documents, int32 [M + 1]; ``None`` if each sample is one document."""
+        """Compute the positions where documents start, int32 [M + 1]; ``None`` if each sample is one document."""
         return None if documents is None or self._of_one else document_starts(documents)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None) -> Tensor:
@@ -155,7 +155,7 @@ class ByFunctions:
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors as autocast does for torch's own attention; autocast does not cast the inputs of the libraries."""
+    """Cast tensors as autocast casts the inputs of torch's own attention; it does not cast those of the libraries."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -17,8 +17,8 @@ import torch
 from d9d_core.errors import BuildError
 from torch import Tensor
 
-#: Environment variable, read at import, that makes the library cache kernels on disk; compiling takes seconds per
-#: process.
+#: Environment variable that makes the library cache compiled kernels on disk; the library reads it at import. Without
+#: the cache, each process compiles for seconds.
 _KEEPS_KERNELS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FORWARD, _BACKWARD = "_flash_attn_fwd", "_flash_attn_bwd"
 
@@ -66,11 +66,13 @@ def forward(
     window: int | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, with the log-sum-exp for its backward; for arguments see :class:`d9d_flash_attention.backend.Attend`.
+    """Compute attention, and the log-sum-exp that its backward needs.
+
+    The arguments are described in :class:`d9d_flash_attention.backend.Attend`.
 
     Returns:
-        The output, contiguous, in the shape of ``query``; and the log-sum-exp of each row, float32 [B, N, S], or with
-        ``starts`` [N, T].
+        The output, contiguous, in the shape of ``query``; and the log-sum-exp of each query's scores, float32
+        [B, N, S], or with ``starts`` [N, T].
     """
     out, sums, *_ = _call(_FORWARD, query, key, value, return_lse=True, **_options(starts, length, window, causal))
     return out, sums
@@ -89,19 +91,19 @@ def backward(
     window: int | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of FlashAttention by CuTe kernels: gradients of query, key and value, contiguous.
+    """Compute the gradients of query, key and value, contiguous, by the library's backward kernels.
 
     Args:
         grad: gradient of the output, of any strides.
-        query: see :func:`forward`, also for ``key``, ``value``, ``starts``, ``length``, ``window`` and ``causal``.
-        key: see ``query``.
-        value: see ``query``.
-        out: first output of :func:`forward`.
-        sums: second output of :func:`forward`.
-        starts: see ``query``.
-        length: see ``query``.
-        window: see ``query``.
-        causal: see ``query``.
+        query: argument of :func:`forward`.
+        key: argument of :func:`forward`.
+        value: argument of :func:`forward`.
+        out: output that :func:`forward` returned.
+        sums: log-sum-exp that :func:`forward` returned.
+        starts: argument of :func:`forward`.
+        length: argument of :func:`forward`.
+        window: argument of :func:`forward`.
+        causal: argument of :func:`forward`.
     """
     grads = _contiguous_like(query), _contiguous_like(key), _contiguous_like(value)
     into = dict(zip(("dq", "dk", "dv"), grads, strict=True))
@@ -119,7 +121,7 @@ def _options(starts: Tensor | None, length: int, window: int | None, causal: boo
 
 
 def _call(name: str, *tensors: Tensor, **options: Any) -> Any:
-    # Detached and without gradients: the library checks requires_grad and must not record an autograd graph.
+    # Detached and without gradients: the library reads requires_grad, and must not record an autograd graph.
     with torch.no_grad():
         return getattr(_library(), name)(*(tensor.detach() for tensor in tensors), **options)
 

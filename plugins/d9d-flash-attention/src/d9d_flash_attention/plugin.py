@@ -11,9 +11,9 @@ D9D_API = 2
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends of ``attention``, one per library version."""
+    """Declare the backends of ``attention``, one per version of FlashAttention."""
     for number, module, kind, when in (
-        # FlashAttention 4 is installed into the same package, so version 2 is recognised by a module that only it has.
+        # Versions 2 and 4 install into the same package, so version 2 is recognised by a module that 4 lacks.
         (2, "flash_attn.flash_attn_interface", "Ampere and later", "never chosen by itself"),
         (3, "flash_attn_interface", "Hopper", "never chosen by itself"),
         (4, "flash_attn.cute", "Hopper, Blackwell", "by itself on Hopper without either"),

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Smallest mean document length, in tokens, that M allows. The libraries launch work for each of M documents, and the
-#: backward of FlashAttention 4 allocates memory for each.
+#: Smallest mean document length, in tokens, that a long microbatch may have: M is its tokens divided by this. M is
+#: limited, because the libraries launch work for each of M documents, and the backward of FlashAttention 4 allocates
+#: memory for each.
 SHORTEST_MEAN = 64
-#: Lower bound of M per sample, for short samples.
+#: Lower bound of M per sample, and of M itself, for short samples.
 _ALWAYS = 4
 _FEWEST = 64
 
@@ -28,11 +29,11 @@ def most_documents(samples: int, length: int) -> int:
 
 
 def document_starts(documents: Tensor) -> Tensor:
-    """Starts of documents in concatenated samples for FlashAttention, padded with B * S.
+    """Positions where documents start in the concatenated samples, as FlashAttention takes them; padded with B * S.
 
-    The number of documents is unknown without synchronisation. So the result has space for :func:`most_documents`, and
-    missing documents become empty ones at the end. More documents are an error: a ``RuntimeError`` on a CPU,
-    an assertion on the device on a GPU.
+    The host does not know the number of documents without synchronisation. So the result has space for
+    :func:`most_documents`, and the entries that are left over describe empty documents at the end. More documents are
+    an error: a ``RuntimeError`` on a CPU, an assertion on the device on a GPU.
 
     Args:
         documents: int64 [B, S], document indices; tokens of one document are adjacent, as packing produces them. A

@@ -74,9 +74,9 @@ def grouped(
     deferral: Deferral | None = None,
     emulate: bool = False,
 ) -> Tensor:
-    """Grouped linear map in float8, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device.
+    """Grouped linear map in float8, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`.
 
-    With ``emulate``, the host waits for the counts.
+    The host waits for the counts of rows only with ``emulate``, which multiplies in float32 in a loop over experts.
     """
     x, bank = autocast_operands(x, bank)
     ends, spare = boundaries(x, counts, spare_rows=spare_rows)
@@ -117,9 +117,9 @@ class _Grouped(torch.autograd.Function):
 
 
 def _multiply(rows: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | None, emulate: bool) -> Tensor:
-    """Product of the rows [R, K] of each expert e with ``bank[e].T``, where bank is [E, N, K]: [R, N].
+    """Multiply the rows of each expert e, among rows [R, K], by ``bank[e].T``, where bank is [E, N, K]; return [R, N].
 
-    Padding rows are neither quantised nor multiplied.
+    Spare rows, which come after the last expert's, are not multiplied; they are zero in the result.
     """
     a, b = quantize(rows, _ROW), quantize(bank, _ROW)
     if emulate:
@@ -137,7 +137,7 @@ def _bank_gradient(x: Tensor, grad: Tensor, ends: Tensor, emulate: bool) -> Tens
     return torch.stack([rows.mT @ part for rows, part in pairs])
 
 
-# A custom op, because torch 2.11 cannot compile torch's own.
+# A custom op, because torch 2.11 cannot compile torch's own ``scaled_grouped_mm``.
 @torch.library.custom_op("d9d_fp8::scaled_grouped_mm", mutates_args=())
 def _scaled_grouped_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor) -> Tensor:
     if not len(a):

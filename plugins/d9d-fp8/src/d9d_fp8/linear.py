@@ -18,7 +18,7 @@ from d9d_fp8.recipes import output, rows_gradient, weight_gradient
 
 
 class Float8:
-    """Mixin of linear layers in float8; comes before a subclass of :class:`d9d_nn.linear.Linear` in the bases.
+    """Mixin that multiplies in float8; a class lists it before its base, a subclass of :class:`d9d_nn.linear.Linear`.
 
     Attributes:
         float8_recipe: name in :data:`d9d_fp8.recipes.RECIPES`.
@@ -44,7 +44,7 @@ class Float8:
         return out.view(*rows.shape[:-1], out.shape[-1])
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:  # noqa: ARG002 - never called
-        """Refuse to lend the product to a caller, which would compute it in another dtype than float8."""
+        """Refuse to let a fused kernel compute the product instead of the layer, because it would not use float8."""
         return False
 
     def extra_repr(self) -> str:
@@ -58,8 +58,8 @@ def convert(layer: Any, kinds: dict[type, type], recipe: str, *, emulate: bool) 
 
     Args:
         layer: layer of a subclass of :class:`d9d_nn.linear.Linear`.
-        kinds: cache of the subclasses, by the layer's class; equal layers must have one class, so that ``compile``
-            compiles them once.
+        kinds: cache of the subclasses, by the layer's class. Layers of one class get the same subclass, so that the
+            strategy ``compile`` compiles equal blocks once.
         recipe: name of the recipe.
         emulate: whether to multiply in float32.
     """
@@ -84,7 +84,7 @@ def _parts(recipe: str, emulate: bool) -> Product:
 
 
 class _Product(torch.autograd.Function):
-    """Product that saves its unquantised operands and quantises them along the other dimension in the backward."""
+    """Product that saves its operands unquantised; the backward quantises them along their other dimension."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, recipe: str, emulate: bool) -> Tensor:

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """Strategy of linear layers; applied after fine-tuning methods and before blocks are wrapped or compiled."""
+    """Declare the strategy ``fp8``, which acts after fine-tuning methods, before blocks are wrapped or compiled."""
     yield StrategySpec(
         name="fp8",
         summary="Computes the products of linear layers in float8; weights keep the dtype of the parameters.",
@@ -24,7 +24,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends of ``grouped_linear`` (products of experts), which are used only if a job names them."""
+    """Declare the backends of ``grouped_linear`` (products of experts), which are used only if a job names them."""
     for name, function, summary in (
         ("fp8", "grouped", "float8, one scale per row, weight gradients in bfloat16; CUDA. Never chosen by itself."),
         (

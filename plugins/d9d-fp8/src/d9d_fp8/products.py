@@ -18,8 +18,8 @@ _RECIPES = {
     Granularity.TILE: ScalingType.BlockWise1x128,
     Granularity.SQUARE: ScalingType.BlockWise128x128,
 }
-#: Granularities whose kernels can keep the sum in the tensor core's accumulator; block scales need a float32 sum
-#: outside.
+#: Granularities whose kernels can keep the sum in the tensor core's accumulator. With block scales, each block's sum
+#: must be scaled and added in float32 outside of the tensor core.
 _FAST = frozenset({Granularity.TENSOR, Granularity.ROW})
 
 
@@ -32,8 +32,8 @@ def scaled_product(
         a: [M, K].
         b: [N, K].
         granularities: granularities of a and b.
-        fast: sum in the tensor core's own accumulator, with fewer bits than float32. Only on Hopper, and not with block
-            scales; ignored elsewhere.
+        fast: sum in the tensor core's own accumulator, with fewer bits than float32. Ignored with block scales, and on
+            GPUs other than Hopper.
         emulate: compute in float32, on any device.
     """
     if emulate:
@@ -43,7 +43,7 @@ def scaled_product(
     return product
 
 
-# A custom op, because torch 2.11 ignores the strides of block scales when it compiles torch's own.
+# A custom op, because torch 2.11 ignores the strides of block scales when it compiles torch's own ``scaled_mm``.
 @torch.library.custom_op("d9d_fp8::scaled_mm", mutates_args=())
 def _scaled_mm(a: Tensor, a_scale: Tensor, a_kind: str, b: Tensor, b_scale: Tensor, b_kind: str, fast: bool) -> Tensor:
     left, right = Granularity(a_kind), Granularity(b_kind)

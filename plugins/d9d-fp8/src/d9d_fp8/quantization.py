@@ -13,15 +13,17 @@ from torch import Tensor
 
 #: Side of the blocks of :attr:`Granularity.TILE` and :attr:`Granularity.SQUARE`.
 BLOCK = 128
-#: Lower bound of the maximum that a scale is computed from; below it, float32 cannot hold e5m2's scale or its inverse.
+#: Lower bound of the maximum that a scale is computed from: for smaller maxima, e5m2's scale or its inverse is outside
+#: of float32's range.
 _SMALLEST = 1e-30
-#: Integer dtypes as wide as a float: the bits of non-negative floats order like their values, NaN being the largest.
+#: Float dtype -> integer dtype of the same width. The bits of non-negative floats, read as integers, have the order of
+#: the floats; NaN is the largest.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _EXPONENT = 0x7F800000
 
 
 class Granularity(StrEnum):
-    """Granularity of scales: the values that share a scale."""
+    """Granularity of scales: which values of a matrix share a scale."""
 
     TENSOR = "tensor"  # all values
     ROW = "row"  # all K values of a row
@@ -46,7 +48,7 @@ class Operand(NamedTuple):
 class Quantized(NamedTuple):
     """Quantised matrix: ``data * scale`` approximates the original.
 
-    A bank of matrices has row scales, and the experts as an additional leading dimension.
+    Stacked expert weights have row scales, and the experts as an additional leading dimension of data and scale.
 
     Attributes:
         data: float8 [M, K], contiguous.
@@ -58,7 +60,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(matrix: Tensor, operand: Operand) -> Quantized:
-    """Quantise a matrix so that the largest value of each scale becomes the largest number of the format.
+    """Quantise a matrix so that the largest magnitude among values that share a scale becomes the format's largest.
 
     A NaN or an infinity becomes NaN in the result, and may turn all values that share its scale into NaN, so that it
     stays visible.
@@ -70,7 +72,7 @@ def quantize(matrix: Tensor, operand: Operand) -> Quantized:
     """
     parts, dims = _parts(matrix, operand.granularity)
     largest = _largest(parts, dims)
-    # No clamping: a scaled value exceeds the format's largest number only by rounding.
+    # No clamping: a scaled value exceeds the format's largest number only by a rounding error.
     factor = torch.finfo(operand.dtype).max / torch.where(largest < _SMALLEST, _SMALLEST, largest)
     if operand.power_of_two:
         factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)
@@ -103,8 +105,8 @@ def _parts(matrix: Tensor, granularity: Granularity) -> tuple[Tensor, tuple[int,
 def _largest(parts: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Largest magnitude over the given dimensions, float32; reduced dimensions keep size 1.
 
-    Compared as integers, which is exact. Triton 3.8 stores garbage in transposed float8 matrices if the same kernel
-    takes a maximum of floats that propagates NaN (triton-lang/triton#11111).
+    Magnitudes are compared as integers, with the same result: Triton 3.8 stores garbage in transposed float8 matrices
+    if the same kernel takes a maximum of floats that propagates NaN (triton-lang/triton#11111).
     """
     bits = parts.abs().view(_BITS[parts.dtype])
     return bits.amax(dims, keepdim=True).view(parts.dtype).float()

@@ -20,7 +20,7 @@ from d9d_fp8.recipes import RECIPES
 
 #: Smallest compute capability with products in float8.
 _CAPABILITY = (8, 9)
-#: Major compute capability and CUDA version that support block scales in cuBLAS.
+#: Major compute capability, and the first CUDA version, for which cuBLAS supports block scales.
 _BLOCKS = (9, (12, 9))
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
 _SHOWN = 4
@@ -133,7 +133,7 @@ def _check(name: str, layer: nn.Linear) -> None:
 
 
 def _parts(stage: nn.Module, ranks: int) -> dict[str, tuple[int, int]]:
-    """Into how many shards ``tp`` splits the input and output features of each layer, by layer name."""
+    """Numbers of shards into which ``tp`` splits each layer's (input, output) features, by layer name."""
     found: dict[str, tuple[int, int]] = {}
     for name, owner in modules_with(stage, TensorParallelizable).items():
         heads = owner.tensor_parallel_heads() if isinstance(owner, HasHeads) else {}

@@ -30,13 +30,14 @@ class GemmaConfig(AlternatingConfig):
     """Attention scores are divided by the square root of this number; 0 takes head_dim."""
 
     score_softcap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Soft cap of attention scores in generation 2; null for none."""
+    """Soft cap c of attention scores, ``c * tanh(score / c)``, only in generation 2; null for none."""
 
     logit_softcap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Soft cap of logits; null for none."""
+    """Soft cap c of logits, ``c * tanh(logit / c)``; null for none."""
 
     generation: Literal[2, 3] = Field(default=3, validate_default=True)
-    """Generation: 2 may cap scores, 3 normalises query and key heads. Hugging Face: ``gemma2``, ``gemma3_text``."""
+    """Generation of Gemma: 2 may cap attention scores, 3 normalises query and key heads. Hugging Face: ``gemma2``,
+    ``gemma3_text``."""
 
     tie_embeddings: bool = True
     """Use the embedding's weight for the causal_lm head."""
@@ -55,7 +56,8 @@ class GemmaConfig(AlternatingConfig):
 
     def rope(self, layer: int) -> Rope:
         """Settings of the rotary positions of this layer."""
-        # Attention divides scores by sqrt(head_dim); rotated queries and keys correct it without a further pass.
+        # Attention divides scores by sqrt(head_dim) instead of sqrt(query_pre_attn_scalar). Cosines and sines, which
+        # multiply queries and keys, contain the fourth root of the ratio, so no extra pass over queries is needed.
         return super().rope(layer)._replace(magnitude=(self.head_dim / self.query_pre_attn_scalar) ** 0.25)
 
 

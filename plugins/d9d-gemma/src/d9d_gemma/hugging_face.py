@@ -25,7 +25,7 @@ _ONLY |= {"cache_implementation": ("hybrid",), "sliding_window_size": (4096,)}
 _BIDIRECTIONAL = "use_bidirectional_attention"
 _SECOND = Family("gemma2", "Gemma2", _LAYER, _READ | {"attn_logit_softcapping"}, _ONLY | {_BIDIRECTIONAL: (False,)})
 _THIRD_READ = _READ - {"is_causal"} | _LOCAL | {_BIDIRECTIONAL}
-_THIRD_ONLY = _ONLY | {"is_causal": (True,)}  # it states another window than use_bidirectional_attention
+_THIRD_ONLY = _ONLY | {"is_causal": (True,)}  # is_causal: false means another window than use_bidirectional_attention
 _THIRD = Family("gemma3_text", "Gemma3Text", _LAYER | HEAD_NORMS, _THIRD_READ, _THIRD_ONLY, "Gemma3ForCausalLM")
 #: Defaults in transformers; only Gemma 2 has caps by default.
 _ABSENT = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
@@ -58,9 +58,9 @@ class GemmaHuggingFace(DecoderFormat[GemmaConfig]):
         found = _GELU | {theirs: getattr(config, ours) for theirs, ours in _NAMES.items()}
         found |= {"attention_bias": config.attention_bias, "layer_types": layer_types_json(config)}
         rope = kinds_of_rope_json(config) if config.generation == 3 else {}
-        if config.attention_mask == "bidirectional":  # transformers halves it
+        if config.attention_mask == "bidirectional":  # transformers halves the stated window
             found["sliding_window"] = 2 * (config.sliding_window - 1)
-        return found | rope | {"pad_token_id": None}  # the default 0 would be an embedding without a gradient
+        return found | rope | {"pad_token_id": None}  # with the default 0, embedding 0 would get no gradient
 
     def direction_json(self, config: GemmaConfig) -> dict[str, Any]:
         """Write whether attention is bidirectional, which generation 3 states by a field of its own."""

@@ -27,7 +27,7 @@ class GemmaBlock(SandwichBlock):
 
 
 class Gemma(DecoderModel):
-    """Model of one pipeline stage, see :class:`~d9d_nn.decoder.model.DecoderModel`."""
+    """Model Gemma, or one pipeline stage of it; see :class:`~d9d_nn.decoder.model.DecoderModel`."""
 
     def __init__(self, config: GemmaConfig, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
         super().__init__(config, stage, GemmaBlock, norm=OffsetRMSNorm, logit_softcap=config.logit_softcap)
@@ -35,5 +35,6 @@ class Gemma(DecoderModel):
     def embed(self, tokens: Tensor) -> Tensor:
         """Map token ids int64 [B, S] to embeddings [B, S, H], scaled by sqrt(H)."""
         hidden = super().embed(tokens)
-        # Rounded to the parameters' dtype, as in training: sqrt(1152) = 33.94 is 34 in bfloat16.
+        # The factor is rounded to the parameters' dtype, as when Gemma was trained: sqrt(1152) = 33.94 becomes 34 in
+        # bfloat16.
         return hidden * torch.tensor(self.config.hidden_size**0.5, dtype=hidden.dtype)

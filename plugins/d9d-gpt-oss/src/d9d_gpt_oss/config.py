@@ -29,7 +29,7 @@ class GptOssConfig(AlternatingConfig):
     """Base of the frequencies of rotary positions."""
 
     local_rope_theta: None = None
-    """Always null: sliding layers rotate like the others."""
+    """Always null: layers with a sliding window have the same rotary positions as the other layers."""
 
     sliding_window: int = Field(default=128, gt=0)
     """Number of positions that a token of a sliding layer attends to, including its own."""
@@ -41,7 +41,7 @@ class GptOssConfig(AlternatingConfig):
     """Constant added to the mean square in every norm."""
 
     intermediate_size: int = Field(gt=0)
-    """Hidden features of an expert."""
+    """Features inside an expert, between its two linear maps."""
 
     num_experts: int = Field(gt=0)
     """Number of experts in a layer. Hugging Face: ``num_local_experts``."""
@@ -53,7 +53,7 @@ class GptOssConfig(AlternatingConfig):
     """Factor inside the sigmoid of the experts' gate."""
 
     swiglu_limit: float = Field(default=7.0, gt=0, allow_inf_nan=False)
-    """Largest gate, and largest absolute value of the features that it multiplies."""
+    """Upper bound of the gate, and bound of the absolute value of the features that the gate multiplies."""
 
     balancing: tuple[Balancing, ...] = ()
     """Load-balancing losses, at most one of each kind: auxiliary_loss, z_loss."""

@@ -42,7 +42,7 @@ def _feed_forward(config: GptOssConfig, _layer: int, share: Share) -> FeedForwar
     )
     sent = dispatch(own, every, config.experts_per_token, hidden, share.experts, width)
     multiplied, gated = grouped_swiglu(rows, hidden, inside, experts, width, compiled=share.compiled, weights=banks)
-    # Sums with biases read and write each output of a product once more, and the gate keeps these sums.
+    # Adding biases reads and writes each product's output once more; the sums are kept for the gate's backward.
     biased = OpCost(
         "biases",
         "memory",

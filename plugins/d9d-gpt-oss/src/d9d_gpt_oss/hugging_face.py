@@ -25,7 +25,7 @@ _NAMES = {
     "num_experts_per_tok": "experts_per_token", "swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit",
     "head_dim": "head_dim",
 }  # fmt: skip
-#: Names of OpenAI for values that the file states under other names, too.
+#: OpenAI's own names -> transformers' names of the same values; files may have both.
 _AGAIN = {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"}
 _READ = READ - {"max_window_layers", "use_sliding_window"} | _NAMES.keys() | _AGAIN.keys() | {"initial_context_length"}
 #: Defaults in transformers.
@@ -69,8 +69,8 @@ class GptOssHuggingFace(DecoderFormat[GptOssConfig]):
         """Read a config; absent fields get the defaults of transformers.
 
         Raises:
-            CheckpointError: as for every decoder; or the weights are quantised in another way than MXFP4, or two fields
-                contradict each other.
+            CheckpointError: the base class raises it, or the weights are quantised in another way than MXFP4, or two
+                fields contradict each other.
         """
         quantised = data.get("quantization_config")
         if isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4":
@@ -109,10 +109,11 @@ class GptOssHuggingFace(DecoderFormat[GptOssConfig]):
 
 
 def _experts() -> Mapper:
-    """Mapper of a layer's experts: ``gate_up_proj`` [E, H, 2 I], in which gate and up columns alternate, and biases.
+    """Mapper of a layer's experts and their biases.
 
-    MXFP4 files have [E, 2 I, H] and [E, H, I]. Blocks and scales are split before they are dequantised, so that each
-    number is dequantised once.
+    bfloat16 files have ``gate_up_proj`` [E, H, 2 I], in which gate and up columns alternate. MXFP4 files have
+    [E, 2 I, H], and [E, H, I] for ``down_proj``; their blocks and scales are split into gate and up before they are
+    dequantised, so that each number is dequantised once.
     """
     from d9d_weights.graph.base import Parallel
     from d9d_weights.graph.interleaving import Deinterleave

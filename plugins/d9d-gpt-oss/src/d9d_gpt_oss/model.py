@@ -27,7 +27,7 @@ class GptOssBlock(RoutedBlock):
 
 
 class GptOss(DecoderModel):
-    """Model of one pipeline stage, see :class:`~d9d_nn.decoder.model.DecoderModel`."""
+    """Model gpt-oss, or one pipeline stage of it; see :class:`~d9d_nn.decoder.model.DecoderModel`."""
 
     def __init__(self, config: GptOssConfig, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
         super().__init__(config, stage, GptOssBlock)

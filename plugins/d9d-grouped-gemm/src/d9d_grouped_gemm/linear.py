@@ -33,7 +33,9 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
 
 
 class GroupedGemm:
-    """Grouped linear map by grouped_gemm, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`; host waits for counts.
+    """Grouped linear map by grouped_gemm, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`.
+
+    The host waits for the counts of rows before each product.
 
     Args:
         gmm: the library's ``(a [R, I], b [E, I, O], batch_sizes int64 [E] on the CPU, trans_b) -> [R, O]``, with a
@@ -68,13 +70,13 @@ class GroupedGemm:
             )
         if not bool(sizes.all()):
             bank = _clear_idle(bank, counts == 0)
-        # The library fails without any row; this product has no rows either, and zero gradients.
+        # The library fails if there is no row; torch's product of no rows gives the weights zero gradients.
         out = self._gmm(x[:used].contiguous(), bank.contiguous(), sizes, False) if used else x[:0] @ bank[0]
         return torch.cat([out, out.new_zeros(spare, bank.shape[2])]) if spare else out
 
 
 def _clear_idle(bank: Tensor, idle: Tensor) -> Tensor:
-    """Identity on the bank whose backward sets the gradient of experts to zero where ``idle``, bool [E], is true."""
+    """Return the stacked expert weights; the backward zeros the gradients of experts e where ``idle[e]`` is true."""
     cleared: Tensor = _ClearIdle.apply(bank, idle)
     return cleared
 

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backend ``grouped_gemm`` of the op ``grouped_linear``."""
+    """Declare the backend ``grouped_gemm`` of the op ``grouped_linear``."""
     yield KernelSpec(
         name="grouped_gemm",
         summary="The library grouped_gemm: CUDA, bfloat16; the host reads the counts. Never chosen by itself.",

@@ -15,7 +15,7 @@ Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,251}[A-Za-z
 #: Environment variable.
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _SECRET_KEY = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]+")
-#: Variables that engine and launcher set.
+#: Names of environment variables that Kubernetes' controllers or d9d's launcher set.
 _RESERVED = re.compile(r"PET_.*|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|JOB_COMPLETION_INDEX|PATH")
 
 
@@ -36,7 +36,7 @@ SecretKey = Annotated[str, AfterValidator(_secret_key)]
 
 
 class KubernetesConfig(PluginConfig):
-    """Kubernetes: image, volume and resources of the pods, one pod per machine."""
+    """Launcher of jobs on Kubernetes, with one pod per machine: image, volume and resources of the pods."""
 
     name: Literal["kubernetes"] = "kubernetes"
     """Selects this launcher."""
@@ -55,13 +55,13 @@ class KubernetesConfig(PluginConfig):
     gpus_per_node: NonNegativeInt | None = None
     """GPUs per pod; ``null``: one for each process, and none for a job with ``device: cpu``."""
     gpu_resource: Word = "nvidia.com/gpu"
-    """Resource that stands for a GPU."""
+    """Kubernetes resource by which GPUs are requested."""
     cpus: PositiveFloat | None = None
     """CPU cores per pod; ``null``: not requested."""
     memory_gib: PositiveFloat | None = None
     """Memory per pod in GiB; ``null``: not requested."""
     queue: Word | None = None
-    """Queue of Kueue that admits the job."""
+    """Kueue queue that admits the job; ``null``: none."""
     secrets: dict[Annotated[Variable, AfterValidator(_not_reserved)], SecretKey] = {}
     """Environment variables of the processes, such as tokens: variable -> ``SECRET/KEY`` in the namespace."""
     node_selector: dict[Word, Word] = {}
@@ -69,6 +69,6 @@ class KubernetesConfig(PluginConfig):
     python: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]+$")] = "python3"
     """Python interpreter of the image."""
     grace: PositiveInt = 120
-    """Seconds that evicted pods have to save; longer than a save takes."""
+    """Seconds that evicted pods have to save; must be longer than a save takes."""
     restarts: NonNegativeInt = 10
-    """Restarts after a crash, a lost machine or an eviction. A TrainJob has the restarts of its runtime instead."""
+    """Largest number of restarts after a crash, a lost machine or an eviction. A TrainJob's runtime sets it instead."""

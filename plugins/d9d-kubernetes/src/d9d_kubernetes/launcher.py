@@ -29,9 +29,9 @@ from d9d_kubernetes.manifest import NODE, manifest, object_name
 _PATIENCE = 120
 #: Kind of an object -> name for kubectl.
 _KINDS = {"trainjob": "trainjobs.trainer.kubeflow.org", "jobset": "jobsets.jobset.x-k8s.io"}
-#: Line of the log of kubectl's library, which repeats the message that follows.
+#: Beginning of a log line of kubectl's library, which repeats the error message after it.
 _DEBUG = re.compile(r"[EWI]\d{4} \d\d:")
-#: Exit statuses above this stand for a signal.
+#: An exit status above this means that a signal ended the process.
 _SIGNALS = 128
 _IDENTIFIER = re.compile(r"(trainjob|jobset)/([a-z0-9-]{0,63})/([a-z0-9][a-z0-9-]{0,62})", re.ASCII)
 #: Condition of a TrainJob or a JobSet -> state, in the order in which conditions decide.
@@ -59,7 +59,7 @@ class KubernetesLauncher:
         """Check that kubectl is installed and that the cluster has the kind of object.
 
         Raises:
-            LaunchError: it is not, the cluster does not answer, or it lacks the kind.
+            LaunchError: kubectl is not installed, or the cluster does not answer or lacks the kind of object.
         """
         if shutil.which("kubectl") is None:
             raise LaunchError(
@@ -93,7 +93,7 @@ class KubernetesLauncher:
         return Submission(files={file: manifest(self._config, request, name)}, command=command)
 
     def submit(self, submission: Submission) -> str:
-        """Create the objects; return kind, namespace (empty: of the context) and name.
+        """Create the objects; return ``KIND/NAMESPACE/NAME``, with an empty namespace for that of kubectl's context.
 
         Raises:
             LaunchError: the cluster refused an object.
@@ -106,7 +106,7 @@ class KubernetesLauncher:
         return f"{self._config.kind}/{self._config.namespace or ''}/{names[0]}"
 
     def status(self, identifier: str, folder: Path, lines: int) -> EngineStatus:  # noqa: ARG002 - Launcher
-        """Ask the cluster about an object, and for the last lines of the pod that failed, or else of the first one.
+        """Ask the cluster for the state of a job, and for the last log lines of the pod that failed, else of the first.
 
         Raises:
             LaunchError: the identifier is malformed, or the cluster does not answer.
@@ -131,7 +131,7 @@ class KubernetesLauncher:
         return EngineStatus(state=state, detail=detail, log=log, exit_status=code)
 
     def cancel(self, identifier: str) -> str:
-        """Delete the objects: the pods save within their grace period.
+        """Delete the objects; the pods then have their grace period to save.
 
         Raises:
             LaunchError: the identifier is malformed, or the cluster has no such object.
@@ -149,7 +149,7 @@ class _Pod:
     Attributes:
         name: name of the pod.
         status: exit status of the container.
-        reason: Kubernetes' word for the end, such as ``OOMKilled``; empty for a plain end.
+        reason: Kubernetes' reason for the end, such as ``OOMKilled``; empty for a plain error.
     """
 
     name: str
@@ -177,13 +177,13 @@ def _ended_pods(name: str, place: tuple[str, ...]) -> list[_Pod]:
 
 
 def _cause(pods: Sequence[_Pod]) -> _Pod | None:
-    """Pod that failed first: an error of the job, else one that was not ended by a signal, else any that failed."""
+    """Pod that most likely failed first: one with an error in the job, else one not ended by a signal, else any."""
     failed = [pod for pod in pods if pod.status]
     return min(failed, key=lambda pod: (pod.status != EXIT_FAILED, pod.status > _SIGNALS, pod.name), default=None)
 
 
 def _parts(identifier: str) -> tuple[str, tuple[str, ...], str]:
-    """Kind, options for the namespace, and name."""
+    """Kind of the object, kubectl's options for the namespace, and name, from the identifier of a job."""
     found = _IDENTIFIER.fullmatch(identifier)
     if found is None:
         raise LaunchError(f"{identifier[:80]!r} is not KIND/NAMESPACE/NAME of a job; look for it with kubectl get")
@@ -209,7 +209,7 @@ def _state(status: Mapping[str, Any]) -> tuple[LaunchState, str]:
 
 
 def _log(name: str, place: tuple[str, ...], lines: int, pod: str | None) -> tuple[str, ...]:
-    """Last lines of a pod; of the first one by default."""
+    """Last log lines of a pod; without ``pod``, of the first pod of the job."""
     first = f"--selector=jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
     try:
         text = _run("kubectl", "logs", pod or first, *place, f"--tail={lines}", f"--container={NODE}")

@@ -13,18 +13,18 @@ from d9d_core.launcher import EXIT_FAILED, LaunchRequest
 
 from d9d_kubernetes.config import KubernetesConfig
 
-#: Directory of the job file in the pods, and its port of the rendezvous.
+#: Directory of the job file in the pods, and port on the first pod at which all ranks meet.
 _JOB, _PORT = "/etc/d9d", 29_500
 #: Name of the replicated job, as in the runtimes of Kubeflow; its container has the same name.
 NODE = "node"
-#: Prefix of annotations, under a domain that is reserved for local use.
+#: Prefix of d9d's annotations: a domain that is reserved for local use.
 _OWN = "d9d.local"
-#: Longest name: pods get names that are longer, and hosts have at most 63 characters.
+#: Largest number of characters of a name; names of pods and hosts add to it, and may have 63.
 _LONGEST = 40
 
 
 class _Readable(yaml.SafeDumper):
-    """Dumper that writes texts of several lines as such."""
+    """YAML dumper that writes a text of several lines on several lines."""
 
 
 _Readable.add_representer(
@@ -50,7 +50,7 @@ def manifest(config: KubernetesConfig, request: LaunchRequest, name: str) -> str
 
 
 def object_name(run: str, suffix: str) -> str:
-    """Name of the objects of a run, as RFC 1123 requires it; the suffix tells submissions of the run apart."""
+    """Name of the objects of a submission, valid by RFC 1123; ``suffix`` tells the submissions of a run apart."""
     plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[: _LONGEST - len(suffix) - 1].strip("-")
     return f"{plain or 'd9d'}-{suffix}"
 
@@ -78,7 +78,8 @@ def _config_map(config: KubernetesConfig, request: LaunchRequest, name: str) -> 
 
 
 def _train_job(config: KubernetesConfig, request: LaunchRequest, name: str) -> dict[str, Any]:
-    # Kubeflow's controller sets PET_*; its own launcher, torchrun, would hide the exit statuses.
+    # Kubeflow's controller sets PET_* for torchrun. d9d's launcher reads them instead, because torchrun would hide the
+    # exit statuses.
     place = ("PET_NODE_RANK", "$PET_MASTER_ADDR:$PET_MASTER_PORT")
     container = {"name": NODE, "volumeMounts": _mounts(config)}
     pod = {
@@ -109,7 +110,7 @@ def _train_job(config: KubernetesConfig, request: LaunchRequest, name: str) -> d
 
 
 def _job_set(config: KubernetesConfig, request: LaunchRequest, name: str) -> dict[str, Any]:
-    # The host name that a JobSet gives to the first pod.
+    # Number of the pod, and the host name that a JobSet gives to the first pod.
     place = ("JOB_COMPLETION_INDEX", f"{name}-{NODE}-0-0.{name}:{_PORT}")
     container = {
         "name": NODE,
@@ -130,7 +131,7 @@ def _job_set(config: KubernetesConfig, request: LaunchRequest, name: str) -> dic
         "completionMode": "Indexed",
         "completions": request.nodes,
         "parallelism": request.nodes,
-        # All pods start again together, so one failed pod fails the Job, and the JobSet restarts the Job.
+        # All pods must start again together. So one failed pod fails the whole Job, and the JobSet restarts the Job.
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": failed}]},
         "template": {"spec": pod},
@@ -168,7 +169,7 @@ def _command(config: KubernetesConfig, request: LaunchRequest, index: str, maste
         )
     train = [config.python, "-m", "d9d_core", "train", f"{_JOB}/job.yaml", "--set", f"run.dir={config.mount}", *options]
     words = [shlex.join([*train, "--nproc", str(request.processes)])]
-    # Variables that mark one of several machines are set in a single pod, too.
+    # A single pod also has variables that would mark it as one of several machines; --alone ignores them.
     words += (
         [f'--nodes {request.nodes} --node-rank "${index}" --master "{master}"'] if request.nodes > 1 else ["--alone"]
     )
@@ -176,7 +177,7 @@ def _command(config: KubernetesConfig, request: LaunchRequest, index: str, maste
 
 
 def _environment(config: KubernetesConfig) -> list[dict[str, Any]] | None:
-    """Environment variables from secrets, whose values stand in no file."""
+    """Environment variables that Kubernetes takes from secrets, so that no file contains their values."""
     found = []
     for variable, place in config.secrets.items():
         secret, _, key = place.partition("/")

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_launchers() -> Iterator[LauncherSpec]:
-    """Declare the launcher, which ``d9d launch --engine kubernetes`` selects."""
+    """Declare the launcher ``kubernetes``, which ``d9d launch --engine kubernetes`` selects."""
     yield LauncherSpec(
         name="kubernetes",
         summary="A TrainJob of Kubeflow or a JobSet, whose pods save when they are evicted, and restart.",

@@ -24,9 +24,9 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Linear cross-entropy by Liger, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
-    Exact for any function of the losses: the library computes only losses in the forward, and recomputes the logits in
-    the backward, when the gradient of each token's loss is known. Both wait for the device to count the tokens with a
-    target.
+    Gradients are exact for any function of the losses: the forward computes only losses, and the backward, which knows
+    the gradient of each token's loss, recomputes the logits. In both, the library counts the tokens with a target, for
+    which the host waits.
 
     Args:
         hidden: [..., H].
@@ -39,7 +39,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     hidden, weight = autocast_operands(hidden, weight)
     if not targets.numel():  # nothing to launch
         return reference(hidden, weight, targets)
-    # Zeroed, because zero times NaN is NaN, also in the weight gradient.
+    # Hidden states without a target are zeroed: their gradient is zero, and zero times a NaN would be NaN in the
+    # weight gradient.
     tokens = hidden.masked_fill((targets == IGNORE).unsqueeze(-1), 0).flatten(0, -2)
     losses: Tensor
     losses, *_ = LigerFusedLinearCrossEntropyFunction.apply(
@@ -54,6 +55,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         "none",
         None,  # softcap
         False,  # whether to return the z-loss
-        torch.float32,  # dtype in which chunks add up the weight gradient
+        torch.float32,  # dtype in which the weight gradients of chunks are summed
     )
     return losses.view(targets.shape)

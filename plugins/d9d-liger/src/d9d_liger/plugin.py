@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends named ``liger`` of the ops ``rms_norm``, ``silu_mul``, ``rope`` and ``linear_cross_entropy``."""
+    """Declare backends named ``liger`` of ``rms_norm``, ``silu_mul``, ``rope`` and ``linear_cross_entropy``."""
     for op, summary in (
         ("rms_norm", "RMSNorm of Liger-Kernel."),
         ("silu_mul", "SiLU-mul of SwiGLU by Liger-Kernel."),

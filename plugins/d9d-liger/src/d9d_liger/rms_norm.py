@@ -30,7 +30,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if not x.numel():  # nothing to launch
         return (x * weight).to(x.dtype)
-    # "gemma": everything in float32. Not in place, because autograd may still need the gradient of the output.
+    # "gemma" computes everything in float32. Not in place: the backward would overwrite the gradient of the output,
+    # which autograd may still need.
     offset, casting_mode, in_place = 0.0, "gemma", False
     out: Tensor = LigerRMSNormFunction.apply(x, weight, eps, offset, casting_mode, in_place)
     return out

@@ -39,7 +39,7 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 @torch.library.custom_op("d9d_liger::rope_backward", mutates_args=())
 def backward(grad_query: Tensor, grad_key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of query and key, contiguous, from the gradients of the outputs of :func:`rope`, of any strides."""
+    """Gradients of query and key, contiguous, from the outputs' gradients, which may have any strides."""
     return _rotate(rope_backward, grad_query, grad_key, cos, sin)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from d9d_core.kernel import Decision, OpSignature
 
 _FLOATS = ("bfloat16", "float16", "float32")
-#: Longest row that a program of the library supports.
+#: Largest number of features that the library's RMSNorm kernel supports.
 MOST_FEATURES = 65536
 
-#: Op -> priority and reason on CUDA; priority 0 means only by name.
+#: Op -> priority and reason on CUDA; a backend of priority 0 is used only if a job names it.
 RULES: Mapping[str, tuple[int, str]] = {
     "rms_norm": (0, "one pass in each direction; by name only"),
     "silu_mul": (0, "one pass in each direction, but a copy of both inputs in the backward; by name only"),

@@ -22,7 +22,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU-mul ``silu(gate) * up``, see :func:`d9d_nn.ops.silu_mul.silu_mul`; multiplies in the dtype of the arguments.
+    """SiLU-mul ``silu(gate) * up``, see :func:`d9d_nn.ops.silu_mul.silu_mul`; rounds SiLU to the arguments' dtype.
 
     Args:
         gate: [..., I].
@@ -43,7 +43,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("d9d_liger::silu_mul", mutates_args=())
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """Custom op with which :func:`silu_mul` computes, for two tensors of one shape and dtype."""
+    """Custom op that computes :func:`silu_mul`, for two tensors of one shape and dtype."""
     if not gate.numel():
         return _contiguous_like(gate)
     out: Tensor = swiglu_forward(gate.contiguous(), up.contiguous())[2]
@@ -52,7 +52,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("d9d_liger::silu_mul_backward", mutates_args=())
 def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, contiguous, from the gradient of the output, of any strides."""
+    """Gradients of gate and up, contiguous, from the gradient of the output, which may have any strides."""
     grads = gate.clone(memory_format=torch.contiguous_format), up.clone(memory_format=torch.contiguous_format)
     if gate.numel():
         swiglu_backward(*grads, grad.contiguous())

@@ -71,9 +71,9 @@ class Qwen2Config(DenseConfig):
 
 
 class GlmConfig(DenseConfig):
-    """GLM-4 (GLM team 2024, "ChatGLM: A Family of Large Language Models"): only a part of each head rotates.
+    """GLM-4 (GLM team 2024, "ChatGLM: A Family of Large Language Models"): RoPE rotates only a part of each head.
 
-    Neighbouring features are the pairs that rotate.
+    Two neighbouring features form a pair that rotates.
     """
 
     presets: ClassVar[Presets] = GLM
@@ -91,7 +91,7 @@ class GlmConfig(DenseConfig):
     """Biases in the query, key and value projections."""
 
     partial_rotary_factor: float = Field(default=0.5, gt=0, le=1, validate_default=True)
-    """Share of the features of a head that rotate, the first ones; must give an even number of features."""
+    """Fraction of a head's features that rotate: its first features, whose number must be even."""
 
     @field_validator("partial_rotary_factor")
     @classmethod
@@ -114,7 +114,7 @@ class GlmConfig(DenseConfig):
 
 
 def stage_cost(config: DenseConfig, stage: Stage, share: Share) -> StageCost:
-    """Cost of a pipeline stage of a Llama, Mistral or Qwen2 model.
+    """Cost of a pipeline stage of a Llama, Mistral, Qwen2 or GLM model.
 
     Raises:
         BuildError: the ranks cannot shard the stage.

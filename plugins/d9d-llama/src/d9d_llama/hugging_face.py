@@ -27,7 +27,7 @@ class _Format(DecoderFormat[C]):
     key_value_heads: ClassVar[int | None] = None
 
     def special_json(self, config: C) -> dict[str, Any]:
-        """Write the field of the size of feed-forward layers."""
+        """Write the size of feed-forward layers."""
         return {"intermediate_size": config.intermediate_size}
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,19 +108,19 @@ class GlmHuggingFace(_Format[GlmConfig]):
     key_value_heads = 2
 
     def config_json(self, config: GlmConfig, dtype: str) -> dict[str, Any]:
-        """Write a ``config.json``, in which transformers 5 reads the share of rotated features with the rotary base."""
+        """Write a ``config.json``; transformers 5 reads the fraction of rotated features next to the rotary base."""
         data = super().config_json(config, dtype) | {_SHARE: config.partial_rotary_factor}
         for name in ("rope_parameters", "rope_scaling"):
             data[name] = data[name] and {**data[name], _SHARE: config.partial_rotary_factor}
         return data
 
     def special_json(self, config: GlmConfig) -> dict[str, Any]:
-        """Add whether queries, keys and values have biases."""
-        # transformers' padding token, if the field is absent, is outside of small vocabularies.
+        """Write the fields of the base class, and whether queries, keys and values have biases."""
+        # Without the field, transformers takes a padding token that is outside of small vocabularies.
         return super().special_json(config) | {"attention_bias": config.attention_bias, "pad_token_id": None}
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Also read biases and the share of rotated features."""
+        """Read the fields of the base class, the biases and the fraction of rotated features."""
         found = {"attention_bias": flag(data, "attention_bias"), _SHARE: data[_SHARE]}
         return super().special_fields(data) | found
 

@@ -1,4 +1,4 @@
-"""Llama and GLM, whole or as one pipeline stage; Mistral and Qwen2 are the modules of Llama."""
+"""Llama and GLM, whole or as one pipeline stage; Mistral and Qwen2 use the modules of Llama."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LlamaBlock(DecoderBlock):
 
 
 class Llama(DecoderModel):
-    """Model of one pipeline stage, see :class:`~d9d_nn.decoder.model.DecoderModel`."""
+    """Llama, Mistral or Qwen2, or one pipeline stage of it; see :class:`~d9d_nn.decoder.model.DecoderModel`."""
 
     def __init__(self, config: DenseConfig, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
         super().__init__(config, stage, LlamaBlock)
@@ -41,7 +41,7 @@ class GlmBlock(DecoderBlock):
 
 
 class Glm(DecoderModel):
-    """Model of one pipeline stage, see :class:`~d9d_nn.decoder.model.DecoderModel`."""
+    """GLM, or one pipeline stage of it; see :class:`~d9d_nn.decoder.model.DecoderModel`."""
 
     def __init__(self, config: DenseConfig, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
         super().__init__(config, stage, GlmBlock)

@@ -12,7 +12,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_models() -> Iterable[ModelSpec]:
-    """Dense models with grouped-query attention, rotary positions and SwiGLU."""
+    """Declare dense models with grouped-query attention, rotary positions and SwiGLU."""
     for name, prefix, model, summary in (
         ("llama", "Llama", "Llama", "Llama 3: grouped-query attention, rotary positions, SwiGLU."),
         ("mistral", "Mistral", "Llama", "Mistral: as llama, with a sliding window in all layers or none."),

@@ -13,12 +13,15 @@ LIMIT = 64 * 2**20
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """Dtype in which a tensor is summed over replicas: float32, or the tensor's dtype if it is wider."""
+    """Dtype in which a tensor is summed over replicas: float32, or the tensor's own dtype if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def buckets(tensors: Mapping[str, Tensor], limit: int = LIMIT) -> Iterator[list[str]]:
-    """Distribute names of local tensors, in order, to buckets of one device, one dtype of sums, and limited size."""
+    """Distribute names of local tensors, in order, to buckets that have one device, one dtype of sums and few bytes.
+
+    A bucket has at most ``limit`` bytes, unless it is a single tensor.
+    """
     held: list[str] = []
     size, kind = 0, None
     for name, tensor in tensors.items():
@@ -33,27 +36,27 @@ def buckets(tensors: Mapping[str, Tensor], limit: int = LIMIT) -> Iterator[list[
 
 
 def bucket_bytes(tensors: Mapping[str, Tensor], names: Sequence[str]) -> int:
-    """Bytes of the all-reduce of a bucket."""
+    """Bytes that the all-reduce of a bucket sums on each rank."""
     return sum(tensors[name].numel() * wide(tensors[name]).itemsize for name in names)
 
 
 def means(
     tensors: Mapping[str, Tensor], of: Callable[[str], Tensor], group: dist.ProcessGroup | None, replicas: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Means over the replicas of values with the shapes of local tensors. Collective over ``group``.
+    """Average tensors over the replicas, bucket by bucket. Collective over ``group``.
 
     Args:
-        tensors: name -> local tensor; its dtype and size determine the buckets.
-        of: name -> values of this replica, in the dtype :func:`wide`.
+        tensors: name -> local tensor; dtypes and sizes determine the buckets.
+        of: returns the tensor to average for a name, of the local tensor's shape, in the dtype :func:`wide`.
         group: process group of the replicas.
         replicas: number of replicas.
 
     Yields:
-        Name and mean, in the dtype :func:`wide`, valid until the next bucket.
+        Name and mean, in the dtype :func:`wide`; the mean is valid until the next bucket.
     """
     for names in buckets(tensors):
         flat = torch.cat([of(name).reshape(-1) for name in names])
-        if not flat.numel():  # the same on all replicas: this shard has no rows
+        if not flat.numel():  # this shard has no rows; that is so on all replicas
             continue
         dist.all_reduce(flat, group=group)
         flat /= replicas

@@ -14,7 +14,7 @@ class LocalSgdConfig(PluginConfig):
     name: Literal["local_sgd"] = "local_sgd"
     """Selects the plugin."""
     period: PositiveInt = 16
-    """Number of optimizer steps that a replica takes between two meetings."""
+    """Number of optimizer steps after which the parameters are averaged again."""
 
 
 class DiLoCoConfig(PluginConfig):

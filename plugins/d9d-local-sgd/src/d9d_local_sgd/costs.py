@@ -11,9 +11,9 @@ _MOMENTUM = 4.0
 
 
 def cost(config: LocalSgdConfig | DiLoCoConfig) -> StrategyCost:
-    """Effect on costs: one all-reduce of all parameters over the replicas every ``period`` steps.
+    """Costs of the strategy: one all-reduce of all parameters over the replicas every ``period`` steps.
 
-    ``diloco`` keeps the parameters after the last outer step, in their format, and the momentum.
+    ``diloco`` also keeps a copy of the parameters after the last outer step, in their dtype, and the momentum.
     """
     if isinstance(config, DiLoCoConfig):
         return StrategyCost(meets_every=config.period, state=_MOMENTUM, copies=1)

@@ -1,4 +1,4 @@
-"""Meetings of replicas: averaged parameters, or a step of DiLoCo's outer optimizer."""
+"""Meetings, at which replicas exchange parameters: they average them, or take a step of DiLoCo's outer optimizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Averages:
         self._period = period
 
     def start(self) -> None:
-        """Do nothing: there is no state."""
+        """Do nothing, because local SGD has no state."""
 
     def due(self, steps: int) -> bool:
         """Whether ``steps`` is a multiple of the period."""
@@ -92,7 +92,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Take the current parameters as θ, and zeros as momentum."""
+        """Copy the current parameters to θ, and set the momentum to zero."""
         trained = trained_parameters(self._stage)
         self._anchors = {name: parameter.detach().clone() for name, parameter in trained.items()}
         self._moments = {name: torch.zeros_like(p, dtype=wide(p)).detach() for name, p in trained.items()}
@@ -123,10 +123,10 @@ class OuterSteps:
 
 
 def trained_parameters(stage: nn.Module) -> dict[str, nn.Parameter]:
-    """Trained parameters of a stage by name; looked up at each use, because strategies replace them."""
+    """Trained parameters of a stage by name. Callers do not store them, because strategies replace parameters."""
     return {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
 
 
 def local_parameters(stage: nn.Module) -> dict[str, Tensor]:
-    """Local shards of a stage's trained parameters by name, sharing memory."""
+    """Local shards of a stage's trained parameters by name; writing to them changes the parameters."""
     return {name: local(parameter).detach() for name, parameter in trained_parameters(stage).items()}

@@ -15,7 +15,7 @@ _OWN = {"local_sgd", "diloco"}
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """Strategies, selected by ``parallel``."""
+    """Declare the strategies ``local_sgd`` and ``diloco``."""
     for name, build, summary in (
         ("local_sgd", "LocalSgd", "Replicas take their own optimizer steps; their parameters are averaged every few."),
         ("diloco", "DiLoCo", "Replicas take their own optimizer steps; an outer optimizer applies their mean change."),

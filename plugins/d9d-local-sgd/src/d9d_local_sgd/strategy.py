@@ -29,7 +29,7 @@ class LocalSgd:
 
 
 class DiLoCo:
-    """Strategy of DiLoCo: an outer optimizer makes a step from the replicas' mean change every ``period`` steps."""
+    """Strategy of DiLoCo: every ``period`` steps, an outer optimizer takes a step along the replicas' mean change."""
 
     def __init__(self, config: DiLoCoConfig) -> None:
         self._config = config

@@ -38,7 +38,7 @@ def counted(mask: Tensor, values: Tensor, names: tuple[str, str], metric: str) -
     """Bool mask of the selected values, in their shape.
 
     Args:
-        mask: bool, or integers that are -100 for ignored values; in the values' shape or its leading dims.
+        mask: bools, or integers that are -100 for ignored values; has the values' shape or its leading dims.
         values: any shape.
         names: names of both observations, for the error message.
         metric: name of the metric.

@@ -9,13 +9,13 @@ from pydantic import Field
 
 
 class MlflowConfig(PluginConfig):
-    """MLflow: runs on a server, or in a database in the run's directory."""
+    """Tracker MLflow: stores runs on a server, or in a database in the run's directory."""
 
     name: Literal["mlflow"] = "mlflow"
     """Selects this tracker."""
     experiment: Annotated[str, Field(min_length=1)] = "d9d"
-    """Experiment that the run belongs to; created if it does not exist."""
+    """MLflow experiment that the run belongs to; created if it does not exist."""
     tracking_uri: str | None = None
-    """Address of the server or store, in the form of ``MLFLOW_TRACKING_URI``; by default ``<run>/mlflow.db``."""
+    """Address of the server or store, as in ``MLFLOW_TRACKING_URI``; by default the database ``<run>/mlflow.db``."""
     lost_run: Literal["off", "new"] = "off"
     """Policy of a resumed job whose MLflow run no longer exists: ``off`` (an error, and no tracking), or ``new``."""

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """Tracker, selected by ``trackers``."""
+    """Declare the tracker ``mlflow``."""
     yield TrackerSpec(
         name="mlflow",
         summary="Runs in MLflow, on a server or in a local store.",

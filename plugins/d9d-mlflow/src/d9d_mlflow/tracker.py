@@ -27,7 +27,7 @@ from d9d_mlflow.config import MlflowConfig
 
 #: Limits of MLflow's API: metrics per call, parameters per call, and characters of a parameter value.
 _METRICS, _PARAMS, _LENGTH = 1000, 100, 6000
-_NAME = 250  # bytes of a name
+_NAME = 250  # largest number of bytes of a name
 _STORE = "mlflow.db"
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -82,7 +82,7 @@ class MlflowTracker:
                 print(f"warning: {text}; a new run replaces it", file=sys.stderr)  # noqa: T201
             return None
         client.update_run(run_id, status="RUNNING")
-        # MLflow cannot remove points, so points after the checkpoint stay, and are not written a second time.
+        # MLflow cannot remove points. So points after the checkpoint stay, and repeated steps do not write them again.
         last, latest = dict[str, int](), 0
         for name in known.data.metrics:
             points = client.get_metric_history(run_id, name)
@@ -118,8 +118,8 @@ class MlflowRun:
         client: client of the store.
         run_id: id of the run.
         last: last step of each series in the store; this step and earlier ones are not written again.
-        latest: time of the latest point, in milliseconds. Stores sort by time, so no point gets an earlier time, even
-            after the clock was set back.
+        latest: time of the latest point, in milliseconds since 1970. Stores sort by time, so no later point gets an
+            earlier time, even if the clock was set back.
     """
 
     def __init__(self, client: MlflowClient, run_id: str, last: Mapping[str, int], latest: int = 0) -> None:
@@ -145,7 +145,7 @@ class MlflowRun:
         new = {_name(name): value for name, value in values.items() if step > self._last.get(_name(name), -1)}
         for part in _parts([Metric(name, value, now, step) for name, value in new.items()], _METRICS):
             self._client.log_batch(self._run_id, metrics=part)
-            self._last |= {metric.key: step for metric in part}  # at once: a later part may fail and be retried
+            self._last |= {metric.key: step for metric in part}  # now, as a later part may fail, and all be retried
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Store each text as the artifact ``texts/<name>/<step>.txt``."""
@@ -180,7 +180,7 @@ class MlflowRun:
             self._client.log_artifact(self._run_id, str(path), f"files/{_folder(name)}/{step}")
 
     def flush(self) -> None:
-        """Do nothing: each write has reached the store when it returns."""
+        """Do nothing but check that the run is open: a write has reached the store when it returns."""
         self._check()
 
     def state(self) -> State:
@@ -199,16 +199,16 @@ class MlflowRun:
 
 
 def _name(name: str) -> str:
-    """Name with the characters that MLflow allows; other characters become their code: ``a:b`` is ``a_x3a_b``.
+    """Encode a name in the characters that MLflow allows; others become their code: ``a:b`` becomes ``a_x3a_b``.
 
-    Different names stay different: ``_x`` itself becomes ``_x5f_x``, and a long name ends in a digest.
+    Different names stay different: ``_x`` itself becomes ``_x5f_x``, and a name that is cut ends in a digest.
     """
     coded = re.sub(r"[^\w\-. /]|_(?=x)", lambda found: f"_x{ord(found[0]):x}_", name)
     return shortened(coded, _NAME).replace("~", "_")
 
 
 def _folder(name: str) -> str:
-    """Artifact folder of a name; a component such as ``7.txt``, which could be another series' file, is escaped."""
+    """Artifact folder of a name; a part such as ``7.txt`` is escaped, as it could be the file of another series."""
     return "/".join(re.sub(r"^(\d+)\.(?=(txt|json|png)$)", r"\1_x2e_", part) for part in _name(name).split("/"))
 
 
@@ -224,7 +224,7 @@ def _make_store(path: Path) -> None:
     prefix = f".{path.name}.begun-"
     for rest in path.parent.glob(f"{prefix}*"):
         rest.unlink()
-    # A new name each time: MLflow caches connections by name, even if the file is gone.
+    # Each attempt has a new name, because MLflow caches connections by name, even if the file is gone.
     begun = path.with_name(prefix + secrets.token_hex(4))
     store: Any = SqlAlchemyStore(f"sqlite:///{begun}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)  # type: ignore[no-untyped-call]
     store.engine.dispose()

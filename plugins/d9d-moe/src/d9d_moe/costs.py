@@ -14,7 +14,7 @@ from d9d_nn.costs import silu_mul
 from d9d_nn.decoder.costs import FeedForwardCost
 
 _FLOAT32 = 4
-#: Bytes of a row count; each rank is sent its number of rows, and the number for each of its experts.
+#: Bytes of a row count. Each rank receives the number of its rows, and the number for each of its experts.
 _COUNT = 8
 
 
@@ -48,8 +48,8 @@ def grouped_swiglu(
         inside: number of features inside an expert.
         experts: number of experts on this rank.
         width: bytes of a number.
-        compiled: see :func:`d9d_nn.costs.silu_mul`.
-        weights: weight banks of the experts.
+        compiled: whether the gate is compiled; its output is then recomputed in the backward instead of kept.
+        weights: stacked weights of the experts.
     """
     flops = 2 * 3 * rows * features * inside
     traffic = width * (rows * (3 * features + 3 * inside) + 3 * experts * features * inside)
@@ -114,8 +114,8 @@ def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: 
     elsewhere = math.comb(experts - experts // ranks, per_token) / math.comb(experts, per_token)
     travelling, wide = tokens * ranks * (1 - elsewhere), max(width, _FLOAT32)
     token, sent = width * tokens * features, width * travelling * features
-    # Tokens are copied to the rows to send, of which there may be this many, and returned rows are summed. The
-    # permutation reads received rows in place of the rank's own tokens, and writes sums for them.
+    # ``leaving``: largest size in bytes of the rows to send. ``moved``: bytes read and written to copy tokens to rows
+    # and to sum the returned rows, plus the permutation's additional traffic, since it handles received rows.
     leaving = token * min(ranks, per_token)
     moved = 2 * (token + sent) + 2 * (sent - token)
     counts = Exchange("all_to_all", "ep", float(_COUNT * (ranks + experts)))
@@ -134,11 +134,11 @@ def mixture(share: Share, hidden: int, inside: int, experts: int, per_token: int
     """Cost of the router and the experts of a decoder layer, called ``ffn``; without a shared expert.
 
     Args:
-        share: share of one rank.
-        hidden: features of a token.
-        inside: features inside an expert.
-        experts: experts of the layer.
-        per_token: experts of a token.
+        share: sizes of one rank's part of the model and of the batch.
+        hidden: number of features of a token.
+        inside: number of features inside an expert.
+        experts: number of experts of the layer.
+        per_token: number of experts of a token.
 
     Raises:
         BuildError: the ranks of ``ep`` do not divide the experts.

@@ -17,14 +17,17 @@ from d9d_weights.graph.select import Either
 def expert_files(
     theirs: str, ours: str, experts: int, written: Literal["per_expert", "fused"] = "per_expert"
 ) -> Mapper:
-    """Mapper from both file layouts to d9d's layout: ``gate_proj`` and ``up_proj`` [E, H, I], ``down_proj`` [E, I, H].
+    """Mapper of expert weights from Hugging Face files, in either of two layouts, to d9d's stacked weights.
+
+    The files have a tensor for each matrix of each expert (``per_expert``), or the two stacked tensors that
+    transformers holds in memory (``fused``): ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I]. d9d has
+    ``gate_proj`` and ``up_proj`` [E, H, I] and ``down_proj`` [E, I, H].
 
     Args:
         theirs: name of the experts in the files, such as ``model.layers.0.mlp.experts``.
         ours: name of the experts in d9d, such as ``layers.0.ffn.experts``.
         experts: E.
-        written: layout that the inverse writes: ``per_expert``, a tensor for each matrix of each expert, or ``fused``,
-            the two tensors that transformers holds in memory.
+        written: layout of the files that the inverse mapper writes (for exports).
     """
     layouts = {"per_expert": _per_expert(experts), "fused": _fused()}
     first = layouts.pop(written)
@@ -32,7 +35,7 @@ def expert_files(
 
 
 def _per_expert(count: int) -> Mapper:
-    """Mapper from published files: gate and up projections [I, H], down projections [H, I] of each expert."""
+    """Mapper from a tensor per matrix of each expert: gate and up projections [I, H], down projections [H, I]."""
     return Parallel(
         *(
             Stack([f"{expert}.{matrix}.weight" for expert in range(count)], matrix) >> Transpose(matrix)

@@ -17,14 +17,16 @@ from d9d_core.cost import OptimizerCost
 from d9d_optim.optimizer.config import AdamFields, AdamWConfig, EmaConfig, MuonConfig, OptimizerConfig, SGDConfig
 
 _FLOAT32, _BFLOAT16 = 4, 2
-#: Of an update of plain operations: tensors read and written, and tensors held at a time, in the state's width.
+#: For an update by plain tensor operations: number of tensors read and written, and largest number of temporary tensors
+#: at a time, all in the width of the state.
 _LION, _SCHEDULE_FREE, _DAMPENED = (23, 3), (43, 5), (24, 3)
-#: Of muon, around its products: tensors read and written in the state's width, and bytes of bfloat16 tensors.
+#: For Muon, besides its matrix products: number of tensors read and written in the width of the state, and bytes per
+#: element of the bfloat16 tensors read and written.
 _AROUND, _AROUND_BFLOAT16 = 21, 14
 
 
 def _state_width(config: OptimizerConfig, width: int) -> int:
-    """Bytes per element of the optimizer state, and bytes per element in which an update is computed."""
+    """Bytes per element of the optimizer state, in whose precision an update is also computed."""
     return _FLOAT32 if config.wide_state else width
 
 
@@ -107,7 +109,7 @@ def _averaged(cost: OptimizerCost, width: int) -> OptimizerCost:
 
 
 def muon(config: MuonConfig, width: int) -> OptimizerCost:
-    """Cost of ``muon``: for matrices an average and the products of the iterations; otherwise as for ``adamw``."""
+    """Cost of ``muon``: for matrices an average and the Newton-Schulz products; otherwise the cost of ``adamw``."""
     rest = _by_torch(config, width, _fused(config, width, 2))
     return OptimizerCost(
         rest.state,
@@ -118,7 +120,7 @@ def muon(config: MuonConfig, width: int) -> OptimizerCost:
 
 
 def _muon_of(config: MuonConfig, width: int, rest: OptimizerCost, name: str, shape: tuple[int, ...]) -> OptimizerCost:
-    """Cost per element of a weight with this name and shape."""
+    """Cost per element of updating the weight with this name and shape; ``rest`` if AdamW updates it."""
     is_excluded = name.endswith("bias") or any(fnmatch.fnmatchcase(name, one) for one in config.adamw.patterns)
     if len(shape) not in (2, 3) or is_excluded:
         return rest

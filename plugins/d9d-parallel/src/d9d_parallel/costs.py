@@ -21,7 +21,7 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
 def replicated(config: ReplicateConfig) -> StrategyCost:
-    """Effect of ``replicate`` on costs: shards only over ``cp``, gathered at most once per microbatch."""
+    """Effect of ``replicate`` on costs: sharded only over ``cp``, and gathered at most once per microbatch."""
     units = StrategyCost(shards=True, gathers="once", reduces="each", in_place=config.needs_no_units)
     return _data_parallel(config, units)
 
@@ -45,7 +45,7 @@ def _data_parallel(config: DataParallelConfig, effect: StrategyCost) -> Strategy
 
 
 def alternatives(config: DataParallelConfig) -> Sequence[DataParallelConfig]:
-    """Configs with less communication and more memory: gradients reduced once per step, parameters kept gathered."""
+    """Configs that communicate less and take more memory: gradients reduced once per step, parameters kept gathered."""
     later = config.model_copy(update={"defer": "everything"})
     found = [later] if config.defer == "nothing" else []
     if isinstance(config, ShardedConfig) and config.reshard_after_forward is True:
@@ -59,7 +59,7 @@ def tensor_parallel(config: TensorParallelConfig) -> StrategyCost:
 
 
 def checkpointed(config: ActivationCheckpointingConfig) -> StrategyCost:
-    """Effect of ``activation_checkpointing`` on costs; ignores block patterns, and outputs other than attention's."""
+    """Effect of ``activation_checkpointing`` on costs; of ``match`` and ``save``, only a saved ``attention`` counts."""
     return StrategyCost(recomputed=1 / config.every, keeps_attention="attention" in config.save)
 
 

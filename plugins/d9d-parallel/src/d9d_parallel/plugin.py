@@ -8,7 +8,7 @@ from d9d_core.plugin import Ref, StrategySpec, hookimpl
 
 D9D_API = 2
 
-#: Strategies of which a job has at most one.
+#: Data-parallel strategies; a job uses at most one of them.
 _DATA_PARALLEL = {"replicate", "fsdp", "hsdp"}
 
 

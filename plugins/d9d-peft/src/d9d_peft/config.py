@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from d9d_peft.patterns import first_match
 
-#: Target that matches all linear layers inside the model.
+#: Value of ``targets`` that selects all linear layers inside the model.
 ALL_LINEAR = "all-linear"
 
 
@@ -20,11 +20,11 @@ def as_list(value: Any) -> Any:
 
 
 class LowRankConfig(PluginConfig):
-    """Base of the methods that add low-rank updates."""
+    """Base of the methods that add low-rank updates: products of two small trained matrices, added to weights."""
 
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Layers that get a low-rank update: ``all-linear``, last parts of names (``q_proj``), or patterns of whole names
-    (``layers.1?.attention.*``). For ``lora`` also embeddings, heads and banks of experts."""
+    (``layers.1?.attention.*``). For ``lora`` also embeddings, heads and stacked weights of experts."""
     exclude: tuple[str, ...] = ()
     """Targets that get no update, written like ``targets``."""
     r: int = Field(default=16, ge=1)
@@ -32,17 +32,19 @@ class LowRankConfig(PluginConfig):
     alpha: float = Field(default=32.0, gt=0)
     """Numerator of the updates' factor ``alpha / r``."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = {}
-    """Ranks of single targets instead of ``r``: pattern, written like ``targets``, to rank. The first pattern that
-    matches a target counts."""
+    """Ranks of single targets instead of ``r``: a mapping from patterns, written like ``targets``, to ranks. The first
+    pattern that matches a target decides."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Numerators of single targets instead of ``alpha``, written like ``rank_pattern``."""
+    """Numerators of single targets instead of ``alpha``: a mapping from patterns to numerators, like
+    ``rank_pattern``."""
     modules_to_save: tuple[str, ...] = ()
     """Further modules whose parameters are all trained and are saved with the adapter, such as ``heads.*`` or ``norm``,
     written like ``targets``; these modules get no update. Not for a tied embedding or head."""
     rs_lora: bool = False
-    """Use the factor ``alpha / sqrt(r)`` instead, so that high ranks learn as fast (Kalajdzievski 2023, "rsLoRA")."""
+    """Multiply updates by ``alpha / sqrt(r)`` instead of ``alpha / r``, so that high ranks learn as fast as low ones
+    (Kalajdzievski 2023, "rsLoRA")."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of an update's inputs that is dropped in training."""
+    """Fraction of a low-rank update's inputs that is dropped in training; the layer's own input is unchanged."""
     init_from: PathOrAddress | None = None
     """Adapter to start from: a directory in the format of the ``peft`` library, or an fsspec address of one."""
 
@@ -78,7 +80,7 @@ class LoraConfig(LowRankConfig):
 
 
 class DoraConfig(LowRankConfig):
-    """Low-rank updates for the direction of a weight's rows, and trained magnitudes (Liu et al. 2024, "DoRA")."""
+    """Low-rank updates of the directions of a weight's rows, and trained row magnitudes (Liu et al. 2024, "DoRA")."""
 
     name: Literal["dora"] = "dora"
     """Selects the plugin."""
@@ -107,8 +109,8 @@ class StackConfig(PluginConfig):
     name: Literal["stack"] = "stack"
     """Selects the plugin."""
     methods: tuple[Annotated[PluginConfig, Named("peft method")], ...]
-    """Methods in order of injection, each as under ``peft``; a method may be a stack. Each layer belongs to one
-    method."""
+    """Methods in order of injection, each written as under ``peft``; a method may be a stack. At most one method may
+    add parameters to a layer."""
 
     @model_validator(mode="after")
     def _all_of_it_can_be_done(self) -> Self:

@@ -73,7 +73,7 @@ def _rank(config: LowRankConfig, name: str, weight: Weight) -> int:
 
 
 def _term(config: LowRankConfig, rank: int, weight: Weight, rows: float, share: Share) -> AdapterCost:
-    """Cost of a low-rank update of a matrix, or of each matrix of a bank."""
+    """Cost of a low-rank update of a matrix, or of each of the stacked matrices of experts (a bank)."""
     # Embeddings and heads are [vocabulary, features]; an embedding looks rows up instead of multiplying.
     *stacked, one, other = weight.shape
     number = stacked[0] if stacked else 1
@@ -81,10 +81,10 @@ def _term(config: LowRankConfig, rank: int, weight: Weight, rows: float, share: 
     features, outputs = (one, other) if weight.kind == "bank" else (other, one)
     ranked, each = rank * (features + outputs), share.width * rows
     flops = 0.0 if weight.kind == "embedding" else 2 * rows * ranked
-    # Compiled, scaling and addition are one pass, and so is the sum of an input's gradients.
+    # If compiled, scaling and addition are one pass over the output, and the sum of the input's gradients is one pass.
     passes, sums = (4, 3) if share.compiled else (6, 5)
-    dropped = each * features + rows * features if config.dropout else 0.0  # the inputs that are left, and the mask
-    # The head computes with the sum of weight and update, and has the gradient of the whole sum.
+    dropped = each * features + rows * features if config.dropout else 0.0  # bytes of the dropped-out inputs and mask
+    # The head multiplies by the weight extended by B, so its backward also computes a gradient of the whole weight.
     of_sum = 2 * rows * weight.numbers if weight.kind == "head" else 0.0
     return AdapterCost(
         parameters=number * ranked,
@@ -106,7 +106,7 @@ def _is_target(config: LowRankConfig, name: str, weight: Weight) -> bool:
 
 
 def _target(name: str, weight: Weight) -> str:
-    """Name by which patterns select a weight: its bank's or its layer's."""
+    """Name by which patterns select a weight: of stacked expert weights their own name, else the layer's name."""
     return name if weight.kind == "bank" else _layer(name)
 
 

@@ -27,7 +27,7 @@ class FullTune:
         """
         parameters = [name for name, _ in stage.named_parameters()]
         modules = [name for name, _ in stage.named_modules() if name]
-        # A pattern for a module may also match single parameters.
+        # A pattern may match modules and single parameters.
         chosen = {*select([*parameters, *modules], self._match, "peft.match", "modules or parameters")}
         trained = frozenset(name for name in parameters if chosen & {name, *owners(name)})
         if not trained:

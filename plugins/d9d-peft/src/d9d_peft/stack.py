@@ -18,7 +18,7 @@ from d9d_peft.config import StackConfig
 class Stack:
     """Stack of fine-tuning methods: injects them in order and merges them in reverse order.
 
-    It has ``off`` and ``merger`` if all of its methods have them.
+    It has the optional methods ``off`` and ``merger`` if all of its methods have them.
 
     Args:
         config: config with the methods.
@@ -73,7 +73,7 @@ class Stack:
 
 
 def _layer(parameter: str, modules: Mapping[str, nn.Module]) -> str:
-    """Name of the layer to which an added parameter belongs; the container of the updates of banks is no layer."""
+    """Name of the layer to which an added parameter belongs; a ``ModuleDict`` that holds updates counts as no layer."""
     parts = parameter.split(".")
     count = next(count for count in range(len(parts) - 1, -1, -1) if count == 0 or ".".join(parts[:count]) in modules)
     if isinstance(modules.get(".".join(parts[:count])), nn.ModuleDict):

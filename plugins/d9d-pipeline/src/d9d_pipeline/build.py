@@ -1,4 +1,4 @@
-"""Schedules made from their configs: functions of the numbers of pipeline ranks and of microbatches."""
+"""Builders that make a schedule from its config: a function of the numbers of pipeline ranks and of microbatches."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ class LoopedBfsConfig(ScheduleConfig):
 
 
 class OneForwardOneBackwardConfig(ScheduleConfig):
-    """1F1B: a forward and a backward in turn."""
+    """1F1B: after a warm-up of forwards, one forward and one backward in turn."""
 
     name: Literal["1f1b"] = "1f1b"
     """Selects the plugin."""
 
 
 class InterleavedConfig(ScheduleConfig):
-    """Interleaved 1F1B: a forward and a backward in turn, with several stages on each rank."""
+    """Interleaved 1F1B: 1F1B with several stages on each rank."""
 
     name: Literal["interleaved_1f1b"] = "interleaved_1f1b"
     """Selects the plugin."""
@@ -44,7 +44,7 @@ class InterleavedConfig(ScheduleConfig):
 
 
 class Zb1pConfig(ScheduleConfig):
-    """ZB-H1: a forward, input gradients and weight gradients in turn."""
+    """ZB-H1: 1F1B with backwards split in input and weight gradients; weight gradients fill idle times."""
 
     name: Literal["zb1p"] = "zb1p"
     """Selects the plugin."""
@@ -53,14 +53,14 @@ class Zb1pConfig(ScheduleConfig):
 
 
 class ZeroBubbleVConfig(ScheduleConfig):
-    """ZB-V: two stages on each rank in a V, with weight gradients computed apart from input gradients."""
+    """ZB-V: two stages on each rank, placed from the first rank to the last and back, with split backwards."""
 
     name: Literal["zero_bubble_v"] = "zero_bubble_v"
     """Selects the plugin."""
 
 
 class DualPipeVConfig(ScheduleConfig):
-    """DualPipeV: two stages on each rank in a V, with forwards overlapped with backwards."""
+    """DualPipeV: stages placed from the first rank to the last and back; forwards overlap with backwards."""
 
     name: Literal["dual_pipe_v"] = "dual_pipe_v"
     """Selects the plugin."""

@@ -13,7 +13,7 @@ _SIMULATE = Ref("d9d_pipeline.simulator.seconds:seconds")
 
 @hookimpl
 def d9d_schedules() -> Iterator[ScheduleSpec]:
-    """Pipeline schedules, selected by ``pipeline``."""
+    """Declare the pipeline schedules, which a job selects by the name in its section ``pipeline``."""
     yield ScheduleSpec(
         name="gpipe",
         summary="All forwards, then all backwards; memory grows with the microbatches.",
@@ -75,7 +75,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Record of the command ``d9d pipeline``."""
+    """Declare the command ``d9d pipeline``, which shows and compares schedules."""
     yield CommandSpec(
         name="pipeline",
         summary="Show a pipeline schedule, and compare schedules, without a GPU.",

@@ -24,7 +24,7 @@ _ARGUMENTS = ("cu_seqlens_m", "cu_seqlens_k", "dynamic_scheduler", "tuned")
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Build the backend ``quack`` of ``grouped_linear``; imports the library now, which takes seconds, not in a step.
+    """Build the backend ``quack`` of ``grouped_linear``; imports the library, so that no step waits for the import.
 
     Raises:
         BuildError: this release of the library does not support rows of several experts.
@@ -67,13 +67,14 @@ def grouped_linear(
 def _forward(x: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
     """Multiply rows [R, I] by the matrices [E, I, O] of their experts: [R, O].
 
-    ``starts``: int32 [E + 1], first row of each expert and end of the last; ``spare``: bool [R, 1], padding rows.
+    ``starts``: int32 [E + 1], first row of each expert and end of the last; ``spare``: bool [R, 1], true for rows after
+    the last expert's, or ``None``.
     """
     return _multiply(x, bank, starts, spare)
 
 
-# Two custom ops: one op would keep the compiler from fusing operations before one of them with operations after the
-# other.
+# The two gradients are separate custom ops: around a single op, the compiler could not fuse the operations that prepare
+# one gradient's inputs with the operations that use the other gradient.
 @torch.library.custom_op("d9d_quack::grouped_linear_rows_gradient", mutates_args=())
 def _rows_gradient(grad: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
     """Gradient of rows [R, I], from the gradient of the result [R, O]."""
@@ -82,7 +83,7 @@ def _rows_gradient(grad: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | N
 
 @torch.library.custom_op("d9d_quack::grouped_linear_bank_gradient", mutates_args=())
 def _bank_gradient(x: Tensor, grad: Tensor, starts: Tensor) -> Tensor:
-    """Gradient of the bank [E, I, O]."""
+    """Gradient of the stacked expert weights [E, I, O]."""
     from quack.gemm_interface import gemm
 
     # Dynamic scheduling, because experts have unequal numbers of rows.

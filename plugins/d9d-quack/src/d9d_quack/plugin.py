@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends of ``rms_norm``, ``swiglu`` and ``grouped_linear``."""
+    """Declare backends named ``quack`` of ``rms_norm``, ``swiglu`` and ``grouped_linear``."""
     yield KernelSpec(
         name="quack",
         summary="RMSNorm of QuACK, in the CuTe DSL: Hopper and Blackwell. Never chosen by itself.",

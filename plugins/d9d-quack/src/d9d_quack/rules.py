@@ -7,10 +7,10 @@ from typing import Any
 
 from d9d_core.kernel import Decision, OpSignature
 
-#: Priority and reason on CUDA; priority 0 means only by name.
+#: Priority and reason of RMSNorm; a backend of priority 0 is used only if a job names it.
 RMS_NORM = (0, "one pass in each direction; by name only, because it was not compared with triton and torch")
-#: Priority and reason of the SwiGLU layer. A dense step on an H200 has 10 ms less of passes over memory, but 10 ms more
-#: of products, because the GPU is at its power limit: 349.2 instead of 347.4 ms.
+#: Priority and reason of the SwiGLU layer. In a dense step on an H200, passes over memory take 10 ms less than with
+#: separate kernels, but products take 10 ms more, because the GPU is at its power limit: 349.2 instead of 347.4 ms.
 SWIGLU = (0, "no pass over memory for the gate, but slower products: a dense step takes as long; by name only")
 #: Priority and reason of the experts' products, in a MoE step on an H200: 131,072 rows, 128 experts of 2,048 x 768.
 GROUPED_LINEAR = (20, "0.64 ms a product, grouped_mm takes 0.79; the host reads no counts")

@@ -1,8 +1,8 @@
-"""Backend ``quack`` of the op ``swiglu``: the gate is computed in the epilogue of a product.
+"""Backend ``quack`` of the op ``swiglu``: the epilogue of a matrix product computes ``silu(gate) * up``.
 
-The first product computes the gate and up projections together; it writes both projections for the backward, and the
-gated activations. The backward's first product, the gradient of the gated activations, reads gate and up in its
-epilogue and writes both gradients and the gated activations again. So neither direction has an extra pass over memory.
+The first product computes the gate and up projections together. It writes the gated activations, and both projections
+for the backward. The backward's first product, the gradient of the gated activations, reads gate and up in its
+epilogue, and writes both gradients and the gated activations again. So neither direction has an extra pass over memory.
 
 Shapes: M rows, H features, I features inside.
 """
@@ -21,7 +21,7 @@ _FLOATS = (torch.bfloat16, torch.float16)
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Build the backend ``quack`` of the op ``swiglu``; imports the library now, which takes seconds, not in a step."""
+    """Build the backend ``quack`` of the op ``swiglu``; imports the library, so that no step waits for the import."""
     with warnings.catch_warnings():  # deprecation warnings of the library's dependencies
         warnings.simplefilter("ignore", DeprecationWarning)
         import quack.gemm_interface  # noqa: F401
@@ -59,7 +59,7 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
 
 @torch.library.custom_op("d9d_quack::swiglu", mutates_args=())
 def _forward(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [M, H] of the layer for rows [M, H]; gate and up [M, 2 I], interleaved, for the backward."""
+    """Output [M, H] of the layer for rows [M, H]; and gate and up, for the backward: [M, 2 I], columns alternate."""
     # Imported here, because it takes seconds and the conditions of the backend do not need it.
     from quack.gemm_interface import gemm_gated
 
@@ -78,7 +78,9 @@ def _backward(
     both: Tensor,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows [M, H], of gate and up concatenated [2 I, H], and of down [H, I]; empty if not needed.
+    """Gradients of rows [M, H], of the concatenated gate and up weights [2 I, H], and of the down weight [H, I].
+
+    Gradients that are not needed are empty.
 
     ``needed``: for each of the forward's four arguments, whether its gradient is needed.
     """

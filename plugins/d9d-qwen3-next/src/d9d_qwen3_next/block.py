@@ -33,11 +33,11 @@ class HybridBlock(DecoderBlock):
         super().__init__(config, mixer, ffn, norm=OffsetRMSNorm)
 
     def attention_slots(self) -> list[AttentionSlot]:
-        """Slot of the attention; none for Gated DeltaNet."""
+        """Slots of attention kernels: one for attention, none for Gated DeltaNet."""
         return [] if self.is_recurrent else list(super().attention_slots())
 
     def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
-        """Mix tokens of the same document: [B, S, H] to [B, S, H]."""
+        """Apply attention or Gated DeltaNet, within each document: [B, S, H] to [B, S, H]."""
         if not self.is_recurrent:
             return super().mix(normed, rotation, documents)
         numbers = documents.documents if isinstance(documents, AttentionMasks) else documents

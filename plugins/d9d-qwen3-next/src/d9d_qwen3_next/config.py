@@ -16,8 +16,8 @@ from d9d_qwen3_next.presets import DENSE, MOE, NEXT, TINY_EXPERTS, TINY_HYBRID
 
 #: Kind of a layer, as transformers calls it: Gated DeltaNet, or attention to all earlier positions.
 LayerType = Literal["linear_attention", "full_attention"]
-#: FLOPs of a position per number of a state, forward and backward: three products of a vector with the state, each with
-#: two more in the backward.
+#: FLOPs of a position for each element of a state, forward and backward: three products of a vector with the state in
+#: the forward and two more for each of them in the backward, each with two operations per element.
 _STATE_FLOPS = 3 * 3 * 2
 
 
@@ -28,13 +28,13 @@ class HybridConfig(MultiTokenConfig):
     """Null: attention reads all earlier positions."""
 
     partial_rotary_factor: float = Field(default=0.25, gt=0, le=1, validate_default=True)
-    """Share of the features of an attention head that rotate, the first ones; must give an even number of features."""
+    """Fraction of an attention head's features that rotate: its first features, whose number must be even."""
 
     linear_num_key_heads: int = Field(default=16, gt=0)
-    """Query and key heads of Gated DeltaNet."""
+    """Number of query heads, and of key heads, of Gated DeltaNet."""
 
     linear_num_value_heads: int = Field(default=32, gt=0, validate_default=True)
-    """Value heads of Gated DeltaNet, each with a state; a multiple of linear_num_key_heads."""
+    """Number of value heads of Gated DeltaNet, each with its own state; a multiple of linear_num_key_heads."""
 
     linear_key_head_dim: int = Field(default=128, gt=0)
     """Features of a query or key head of Gated DeltaNet."""
@@ -43,7 +43,7 @@ class HybridConfig(MultiTokenConfig):
     """Features of a value head of Gated DeltaNet."""
 
     linear_conv_kernel_dim: int = Field(default=4, ge=2)
-    """Positions that a short convolution of Gated DeltaNet reads."""
+    """Number of positions that a short convolution of Gated DeltaNet reads, the current one included."""
 
     layer_types: tuple[LayerType, ...] = Field(
         default=("linear_attention",) * 3 + ("full_attention",), min_length=1, validate_default=True
@@ -72,7 +72,7 @@ class HybridConfig(MultiTokenConfig):
     @field_validator("layer_types")
     @classmethod
     def _shortest_pattern(cls, value: tuple[LayerType, ...], info: ValidationInfo) -> tuple[LayerType, ...]:
-        """Pattern that does not depend on how often the given one repeats, so that equal models have equal configs."""
+        """Shortest pattern that gives the same layers, so that equal models have equal configs."""
         layers = info.data.get("num_layers", len(value))
         types = tuple(value[layer % len(value)] for layer in range(layers))
         periods = (size for size in range(1, layers) if types[size:] == types[:-size])
@@ -168,7 +168,7 @@ class Qwen3NextConfig(HybridConfig, Qwen3MoeConfig):
     """A published size: 80b-a3b. Fills every field that is not given."""
 
     shared_expert_intermediate_size: int = Field(gt=0)
-    """Hidden features of the shared expert, whose output is multiplied by a sigmoid gate of each token."""
+    """Features inside the shared expert, whose output is multiplied by a sigmoid gate of each token."""
 
     def feed_forward_parameters(self, layer: int) -> int:
         """Number of matrix elements that one token uses in its experts, the shared expert, the router and the gate."""

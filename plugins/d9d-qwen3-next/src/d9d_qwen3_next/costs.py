@@ -20,7 +20,7 @@ from d9d_qwen3.costs import feed_forward
 from d9d_qwen3_next.config import AnyConfig, HybridConfig, Qwen3NextConfig
 
 _FLOAT32 = 4
-#: Positions of a chunk of the rule, see :data:`d9d_nn.ops.gated_delta_rule.CHUNK`.
+#: Number of positions of a chunk of the gated delta rule, see :data:`d9d_nn.ops.gated_delta_rule.CHUNK`.
 _CHUNK = 64
 
 
@@ -51,7 +51,7 @@ def _mixer(config: HybridConfig, layer: int, share: Share) -> MixerCost:
 
 
 def _gated_delta_net(config: HybridConfig, share: Share) -> MixerCost:
-    """Cost of Gated DeltaNet on one rank, with the rule in chunks in plain PyTorch, whose intermediates are float32."""
+    """Cost of Gated DeltaNet on one rank, with the rule in plain PyTorch, in chunks, with float32 intermediates."""
     tokens, width, tp, hidden = share.tokens, share.width, share.tensor, config.hidden_size
     keys, values = config.key_features // tp, config.linear_value_features // tp
     heads, positions = config.linear_num_value_heads // tp, config.linear_conv_kernel_dim
@@ -60,7 +60,7 @@ def _gated_delta_net(config: HybridConfig, share: Share) -> MixerCost:
     into = tuple(Weight(f"attention.{name}.weight", (rows, hidden), "linear", 0) for name, rows in outputs.items())
     convolved = {"q_conv": keys, "k_conv": keys, "v_conv": values}
     filters = tuple(Weight(f"attention.{name}.weight", (rows, positions), cut=0) for name, rows in convolved.items())
-    # Without a compiler, each of the positions is a shifted copy, a product and a sum.
+    # Without a compiler, a convolution takes a shifted copy, a product and a sum for each position that it reads.
     passes = 2 if share.compiled else 4 * positions
     size = width * tokens * (2 * keys + values)
     norm, of_values = Weight("attention.norm.weight", (config.linear_value_head_dim,)), width * tokens * values
@@ -96,14 +96,14 @@ def _gated_delta_net(config: HybridConfig, share: Share) -> MixerCost:
 
 
 def _rule(config: HybridConfig, share: Share, heads: int) -> OpCost:
-    """Cost of the gated delta rule in chunks; under ``cp``, on values with the features of a key besides their own."""
+    """Cost of the gated delta rule in chunks; with ``cp``, values have a key's features in addition to their own."""
     of_key = config.linear_key_head_dim
     of_value = config.linear_value_head_dim + (of_key if share.context > 1 else 0)
-    # For each position: products with the keys of its chunk, with states and for them; a triangular system. For each
-    # chunk: a product of the last state.
+    # For each position: products with the keys of its chunk, products that read or update states, and a triangular
+    # system. For each chunk: a product of the last state.
     products = _CHUNK * (2 * of_key + of_value) + of_key * (3 * of_value + of_key) + of_key**2 * of_value / _CHUNK
     flops = 2 * products + _CHUNK * (of_key + of_value)
-    # As many as autograd keeps for heads of 128 features.
+    # Numbers per position and head that autograd keeps, as counted for heads of 128 features.
     numbers = 10 * of_key + 7 * of_value + 7 * _CHUNK + of_key * (of_key + 2 * of_value) / _CHUNK
     kept = _FLOAT32 * share.tokens * heads * numbers
     weights = tuple(Weight(f"attention.decay.{name}", (heads,), cut=0) for name in ("A_log", "dt_bias"))

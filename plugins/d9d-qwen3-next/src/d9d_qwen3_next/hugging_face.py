@@ -30,12 +30,12 @@ C = TypeVar("C", bound=HybridConfig)
 X = TypeVar("X", bound=Qwen3NextConfig)
 
 _SHARE = "partial_rotary_factor"
-#: Fields with plain values and equal names -> defaults of transformers.
+#: Fields that have the same name in d9d and transformers -> transformers' defaults.
 _SIZES = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "head_dim": 256, _SHARE: 0.25,
 }  # fmt: skip
-#: Fields of layers that predict further tokens, which are off unless a job says otherwise.
+#: Field with the number of layers of multi-token prediction, which are off unless the job turns them on.
 _FURTHER = "mtp_num_hidden_layers"
 _READ = READ - {"max_window_layers", "sliding_window"} | _SIZES.keys()
 _READ = _READ | {"full_attention_interval", _FURTHER, "mtp_use_dedicated_embeddings"}
@@ -50,8 +50,9 @@ class HybridFormat(DecoderFormat[C]):
     """Base of the formats of decoders with Gated DeltaNet and gated attention.
 
     Attributes:
-        container: ``model_type`` of published models that also read images, whose text model is read; ``""`` for none.
-        joined: whether files hold the projections of each key head of Gated DeltaNet together.
+        container: ``model_type`` of published models that also read images, and of which only the text model is read;
+            ``""`` if there are no such models.
+        joined: whether files hold all projections of Gated DeltaNet in two matrices, with rows sorted by key head.
     """
 
     container: ClassVar[str] = ""
@@ -62,19 +63,19 @@ class HybridFormat(DecoderFormat[C]):
         """Tiny config for a ``model_type``, for tests."""
 
     def config_json(self, config: C, dtype: str) -> dict[str, Any]:
-        """Write a ``config.json``, in which transformers 5 reads the share of rotated features with the rotary base."""
+        """Write a ``config.json``; transformers 5 reads the fraction of rotated features next to the rotary base."""
         data = super().config_json(config, dtype)
         for name in ("rope_parameters", "rope_scaling"):
             data[name] = data[name] and {**data[name], _SHARE: config.partial_rotary_factor}
         return data
 
     def special_json(self, config: C) -> dict[str, Any]:
-        """Write the sizes of Gated DeltaNet, the share of rotated features, biases and the kinds of layers."""
+        """Write the sizes of Gated DeltaNet, the fraction of rotated features, biases and the kinds of layers."""
         kinds = (config.layer_types[layer % len(config.layer_types)] for layer in range(config.num_layers))
         return {name: getattr(config, name) for name in _SIZES} | {
             "attention_bias": config.attention_bias,
             "layer_types": list(kinds),
-            "pad_token_id": None,  # a default would be an embedding without a gradient
+            "pad_token_id": None,  # with a default, one embedding would get no gradient
             **({_FURTHER: 1} if config.mtp.depths else {}),
         }
 
@@ -86,7 +87,7 @@ class HybridFormat(DecoderFormat[C]):
         }
 
     def config_from_json(self, data: Mapping[str, Any]) -> C:
-        """Read a config; absent fields get the defaults of transformers. Of a model of images, read the text model."""
+        """Read a config; absent fields get transformers' defaults. A model that reads images gives its text model."""
         if self.container and data.get("model_type") == self.container:
             data = _text_config(data)
         found: dict[str, Any] = {**_SIZES, "tie_word_embeddings": False, "initializer_range": 0.02}
@@ -94,7 +95,8 @@ class HybridFormat(DecoderFormat[C]):
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(rope := found.get(name), Mapping):
                 found[_SHARE] = rope.get(_SHARE, found[_SHARE])
-                # A text has one position per token, so sections of positions in images change nothing.
+                # mrope divides features between positions in images; a text has one position per token, so mrope has
+                # no effect.
                 found[name] = {key: value for key, value in rope.items() if key != _SHARE and "mrope" not in key}
         return super().config_from_json(found)
 
@@ -103,7 +105,7 @@ class HybridFormat(DecoderFormat[C]):
         return {"mtp": config.mtp.model_dump(mode="json")} if config.mtp.depths else {}
 
     def layers(self, config: C, stored: C) -> list[Mapper]:
-        """Mappers of the tensors in layers, except experts, and of the layer that predicts a further token."""
+        """Mappers of the tensors in layers, except experts, and of the layer of multi-token prediction."""
         # Imported here, because reading a config must not import torch.
         from d9d_qwen3_next.names import further_mapper, layer_mappers
 
@@ -111,7 +113,7 @@ class HybridFormat(DecoderFormat[C]):
         return [*layer_mappers(config, joined=self.joined), *further]
 
     def importer(self, config: C, stored: C) -> Mapper:
-        """Mapper from files to the model; leaves out image encoders, and further tokens that the model ignores."""
+        """Mapper from files to the model; leaves out image encoders, and multi-token prediction if switched off."""
         from d9d_qwen3_next.names import text_only
 
         return text_only(further=config.mtp.depths > 0) >> super().importer(config, stored)
@@ -121,16 +123,16 @@ class ExpertsFormat(HybridFormat[X]):
     """Base of the formats of models with experts and a shared expert."""
 
     def special_json(self, config: X) -> dict[str, Any]:
-        """Add the sizes of experts and of the shared expert."""
+        """Write the fields of the base class, and the sizes of experts and of the shared expert."""
         shared = {_SHARED: config.shared_expert_intermediate_size}
         return super().special_json(config) | experts_json(config) | shared
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Also read the sizes of experts and of the shared expert."""
+        """Read the fields of the base class, and the sizes of experts and of the shared expert."""
         return super().special_fields(data) | experts_fields(data) | {_SHARED: data[_SHARED]}
 
     def own_fields(self, config: X) -> dict[str, Any]:
-        """Config fields that transformers does not have: of experts (such as balancing), and further tokens."""
+        """Config fields that transformers does not have: of experts (such as balancing), and multi-token prediction."""
         return super().own_fields(config) | own_expert_fields(config)
 
     def layers(self, config: X, stored: X) -> list[Mapper]:
@@ -166,15 +168,15 @@ class Qwen35HuggingFace(HybridFormat[Qwen35Config]):
         return tiny_dense()
 
     def special_json(self, config: Qwen35Config) -> dict[str, Any]:
-        """Add the size of feed-forward layers."""
+        """Write the fields of the base class, and the size of feed-forward layers."""
         return super().special_json(config) | {"intermediate_size": config.intermediate_size}
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Also read the size of feed-forward layers."""
+        """Read the fields of the base class, and the size of feed-forward layers."""
         return super().special_fields(data) | {"intermediate_size": data["intermediate_size"]}
 
 
-#: Fields that Qwen3.5 with experts does not have.
+#: Fields that the ``config.json`` of Qwen3.5 with experts does not have.
 _FIXED = ("intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
 
 

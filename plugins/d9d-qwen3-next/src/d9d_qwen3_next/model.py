@@ -11,7 +11,7 @@ from d9d_qwen3_next.config import AnyConfig
 
 
 class Qwen3Next(DecoderModel):
-    """Model of one pipeline stage, see :class:`~d9d_nn.decoder.model.DecoderModel`."""
+    """Qwen3-Next or Qwen3.5, or one pipeline stage of it; see :class:`~d9d_nn.decoder.model.DecoderModel`."""
 
     config: AnyConfig
 

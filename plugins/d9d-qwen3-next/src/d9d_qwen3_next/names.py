@@ -35,7 +35,7 @@ _DELTA = {
 }
 
 
-#: Names in a layer that predicts a further token, outside of its decoder block.
+#: Names in the layer of multi-token prediction, outside of its decoder block: in the files -> d9d's.
 _FURTHER = {
     "fc": "projection",
     "pre_fc_norm_embedding": "embedding_norm",
@@ -45,10 +45,10 @@ _FURTHER = {
 
 
 def text_only(*, further: bool) -> Mapper:
-    """Mapper that leaves out image encoders, and renames the text model.
+    """Mapper that leaves out image encoders, and renames the tensors of the text model.
 
     Args:
-        further: whether to keep the layer that predicts a further token.
+        further: whether to keep the layer of multi-token prediction.
     """
     return Parallel(
         *(() if further else (Drop("mtp.{rest*}", optional=True),)),
@@ -62,7 +62,7 @@ def layer_mappers(config: HybridConfig, *, joined: bool) -> Iterator[Mapper]:
 
     Args:
         config: config of the model.
-        joined: whether files hold the projections of each key head of Gated DeltaNet together.
+        joined: whether files hold all projections of Gated DeltaNet in two matrices, with rows sorted by key head.
     """
     yield from layer_names(_NORMS)
     dense = config.dense_layers if isinstance(config, Qwen3NextConfig) else range(config.num_layers)
@@ -86,7 +86,7 @@ def expert_mappers(config: Qwen3NextConfig, stored: Qwen3NextConfig) -> Iterator
 
 
 def further_mapper(config: HybridConfig, stored: HybridConfig) -> Mapper:
-    """Mapper of the layer that predicts a further token, which is new if the files do not have it."""
+    """Mapper of the layer of multi-token prediction; if the files lack it, the layer is initialised anew."""
     theirs, ours = "mtp.layers.0", "mtp.0.block"
     renamed = {f"mtp.{name}": f"mtp.0.{our}" for name, our in _FURTHER.items()}
     in_block, mixtures_here = dict(_NORMS), list[Mapper]()
@@ -123,7 +123,7 @@ def _gated_delta_net(config: HybridConfig, *, joined: bool) -> Mapper:
 
 
 def _separate(config: HybridConfig) -> Iterator[Mapper]:
-    """Mappers of Qwen3.5's projections: queries, keys and values [2 K D_k + N D_v, H] together, others alone."""
+    """Mappers of Qwen3.5's projections: queries, keys and values share one matrix [2 K D_k + N D_v, H] in files."""
     keys, values = config.key_features, config.linear_value_features
     yield Chunk("in_proj_qkv.weight", ("q_proj.weight", "k_proj.weight", "v_proj.weight"), sizes=(keys, keys, values))
     for theirs, ours in (("in_proj_z", "gate_proj"), ("in_proj_b", "beta_proj"), ("in_proj_a", "decay_proj")):
@@ -133,8 +133,8 @@ def _separate(config: HybridConfig) -> Iterator[Mapper]:
 def _of_key_heads(config: HybridConfig) -> Iterator[Mapper]:
     """Mappers of Qwen3-Next's projections, whose rows are sorted by key head.
 
-    A key head has rows of query, key, n values and n gates [2 D_k + 2 n D_v, H], and of n strengths and n decays
-    [2 n, H].
+    One matrix has for each key head the rows of its query, key, n values and n gates [2 D_k + 2 n D_v, H], the other
+    the rows of n strengths (beta) and n decays [2 n, H].
     """
     heads = config.linear_num_key_heads
     keys, shared = config.linear_key_head_dim, config.linear_num_value_heads // heads
@@ -145,11 +145,11 @@ def _of_key_heads(config: HybridConfig) -> Iterator[Mapper]:
 
 
 def _sorted_by_head(joint: str, rows: Mapping[str, int], heads: int) -> Mapper:
-    """Mapper from a matrix with the rows of all projections for each head to one matrix for each projection.
+    """Mapper from one matrix, in which all projections' rows of a head follow each other, to a matrix per projection.
 
     Args:
-        joint: name of the matrix.
-        rows: number of rows of a head in each projection, by name.
+        joint: name of the matrix in the files.
+        rows: number of rows of a head in each projection, by the projection's name.
         heads: number of heads.
     """
     pieces: Sequence[str] = [f"{name}.{head}" for head in range(heads) for name in rows]

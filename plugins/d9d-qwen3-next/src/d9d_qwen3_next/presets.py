@@ -30,7 +30,7 @@ MOE: Presets = {
     }
 }
 
-#: Sizes of tiny models: a layer with Gated DeltaNet with two value heads for each key head, then one with attention.
+#: Sizes of tiny models: layers of Gated DeltaNet, with two value heads for each key head, alternate with attention.
 TINY_HYBRID = TINY | {
     "layer_types": ("linear_attention", "full_attention"), "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 16, "partial_rotary_factor": 0.5,

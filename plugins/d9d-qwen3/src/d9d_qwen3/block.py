@@ -55,7 +55,7 @@ def experts(config: Qwen3MoeConfig, **shared: Any) -> MoELayer:
 
     Args:
         config: config of the whole model.
-        shared: shared expert and its gate, see :class:`~d9d_moe.experts.layer.MoELayer`.
+        shared: arguments ``shared_expert`` and ``shared_gate`` of :class:`~d9d_moe.experts.layer.MoELayer`.
     """
     std, output_std = config.initialization.std, config.initialization.output_std(config.num_layers)
     hidden, count = config.hidden_size, config.num_experts

@@ -1,4 +1,4 @@
-"""Config of a dense Qwen3 model."""
+"""Config of dense Qwen3 models."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from d9d_qwen3.moe_config import AnyQwen3Config
 
 
 class Qwen3(DecoderModel):
-    """Model of one pipeline stage, see :class:`~d9d_nn.decoder.model.DecoderModel`."""
+    """Qwen3, or one pipeline stage of it; see :class:`~d9d_nn.decoder.model.DecoderModel`."""
 
     config: AnyQwen3Config
 

@@ -36,16 +36,16 @@ class Qwen3MoeConfig(DecoderConfig):
     """Number of experts that compute a token."""
 
     moe_intermediate_size: int = Field(gt=0)
-    """Hidden features of an expert."""
+    """Features inside an expert, between its two linear maps."""
 
     renormalise: bool = True
     """Divide the weights of a token's experts by their sum. Hugging Face: ``norm_topk_prob``."""
 
     dense_layers: tuple[int, ...] = ()
-    """Layers with a dense feed-forward instead of experts. Hugging Face: ``mlp_only_layers``."""
+    """Indices of layers with one feed-forward layer instead of experts. Hugging Face: ``mlp_only_layers``."""
 
     intermediate_size: int = Field(default=0, ge=0, validate_default=True)
-    """Hidden features of the feed-forward in dense layers; 0: as many as a token's experts have together."""
+    """Features inside the feed-forward layer of dense layers; 0: as many as a token's experts have together."""
 
     balancing: Balancers = ()
     """Load-balancing methods, at most one of each kind: auxiliary_loss, z_loss, bias_update."""
@@ -102,11 +102,11 @@ class Qwen3MoeConfig(DecoderConfig):
 
     @property
     def has_selection_bias(self) -> bool:
-        """Whether each router has a bias that balancing updates."""
+        """Whether each router has a selection bias, which ``bias_update`` changes."""
         return any(isinstance(balancing, BiasUpdateConfig) for balancing in self.balancing)
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
-        """Raise if only one of the checkpoint and this config has selection biases."""
+        """Raise an error if the checkpoint has selection biases and this config has none, or the other way round."""
         had = any(balancing["name"] == "bias_update" for balancing in saved.get("balancing", ()))
         if had and not self.has_selection_bias:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Causes of failures, which ranks write into the folder of the submission. Needs neither Ray nor torch."""
+"""Failures of ranks, which each rank writes into the folder of the submission. Needs neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NAME = "ray-cause-{}.json"
 
 
 class Causes:
-    """Failure of this rank, and of all ranks of the same start. A :class:`~d9d_engine.supervision.failure.Listener`.
+    """Writes this rank's failure to a file that all ranks read. A :class:`~d9d_engine.supervision.failure.Listener`.
 
-    A rank writes its failure before it closes its connections, so other ranks, which then fail too, find the file.
+    A rank writes the file before it closes its connections. So other ranks, which fail because of that, find the file.
 
     Args:
         folder: folder of the submission.
@@ -32,7 +32,7 @@ class Causes:
         self._failure: Failure | None = None
 
     def clear(self) -> None:
-        """Remove the failure that this rank had in an earlier start."""
+        """Remove the file of this rank from an earlier start."""
         self._file.unlink(missing_ok=True)
 
     def failed(self, failure: Failure) -> None:
@@ -48,7 +48,8 @@ class Causes:
 
     def ends_for_good(self, error: Exception) -> bool:
         """Print the failure of this rank; return whether a restart would repeat the failure of any rank."""
-        if not self._file.exists() and not all_causes(self._folder):  # no rank had reported: the ranks had not joined
+        # If no rank has written a failure, the ranks failed before they had connected.
+        if not self._file.exists() and not all_causes(self._folder):
             self.failed(Failure.of(error))
         if self._failure is not None:
             sys.stderr.write(f"{visible(self._failure.text)}\n")
@@ -57,7 +58,10 @@ class Causes:
 
 
 def all_causes(folder: Path) -> list[tuple[str, int]]:
-    """Texts and exit statuses of the failures of the newest start; consequences of other failures come last."""
+    """Texts and exit statuses of the failures of the newest start.
+
+    Failures that a restart would repeat come first, consequences of other ranks' failures last.
+    """
     found = []
     for file in sorted(folder.glob(_NAME.format("*"))):
         with suppress(OSError, ValueError, KeyError, TypeError):  # another rank withdraws it

@@ -20,7 +20,7 @@ from d9d_ray.order import END, STOP, TRAINS, Order, write_values
 
 #: Bytes of Ray's object store of a new cluster; the training stores no objects.
 _STORE = 100 * 2**20
-#: Settings of Ray that a user may override: lines of workers as they are, and once.
+#: Environment variables for Ray, which a user may override: show the workers' lines unchanged, all, and each only once.
 _SETTINGS = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -30,7 +30,7 @@ _SETTINGS = {
 
 
 class CancelledError(Exception):
-    """Request to stop that arrived while no worker trained, so there is nothing to wait for."""
+    """A request to stop arrived while no worker trained, so there is nothing to save or to wait for."""
 
 
 def main(arguments: list[str], environ: MutableMapping[str, str] = os.environ) -> int:
@@ -51,7 +51,7 @@ def main(arguments: list[str], environ: MutableMapping[str, str] = os.environ) -
 
 
 def _run(order: Order, environ: Mapping[str, str], stop: Callable[[], None]) -> tuple[int, str, int | None]:
-    """Exit status, the cause of a failure, and the step of the last report to Ray."""
+    """Train; return the exit status, the cause of a failure, and the step of the last report to Ray."""
     folder, end = Path(order.folder), ExitStack()
     try:
         import ray
@@ -62,7 +62,7 @@ def _run(order: Order, environ: Mapping[str, str], stop: Callable[[], None]) -> 
 
         ray.init(**cluster_of(order, environ))
         end.callback(ray.shutdown)
-        stop()  # again, because ray.init replaces handlers of signals
+        stop()  # again, because ray.init replaces signal handlers
         trainer = DataParallelTrainer(
             train_rank,
             train_loop_config=dict(order.values()),
@@ -70,7 +70,7 @@ def _run(order: Order, environ: Mapping[str, str], stop: Callable[[], None]) -> 
                 num_workers=order.processes, resources_per_worker=order.resources, use_gpu="GPU" in order.resources
             ),
             run_config=RunConfig(
-                # A new name each time: the run's own checkpoints are continued, not Ray's records of an earlier one.
+                # A new name for each submission: d9d continues from its own checkpoints, not from Ray's records.
                 name=f"{order.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}",
                 storage_path=str(folder / "ray"),
                 checkpoint_config=CheckpointConfig(num_to_keep=1),  # of files that name d9d's checkpoints
@@ -120,7 +120,7 @@ def cluster_of(order: Order, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _stop_by_sigterm(folder: Path) -> Callable[[], None]:
-    """Make SIGTERM write the request to stop, which workers look for; return the function that does so again.
+    """Return a function that makes SIGTERM write the request to stop, for which workers look, and call it once.
 
     If no worker trains, such as while Ray waits for machines, the handler raises :class:`CancelledError`.
     """

@@ -25,11 +25,11 @@ from d9d_ray.order import END, LOG, ORDER, STOP, TRAINS, Order
 _PATIENCE = 120
 #: Bytes at the end of a log that are read.
 _TAIL = 1 << 20
-#: Seconds that a cancelled driver has until the job server kills it; longer than a save takes.
+#: Seconds after which the job server kills a cancelled driver; longer than a save takes.
 _GRACE = 1800
 _MODULE = "d9d_ray.driver"
 _IDENTIFIER = re.compile(r"(process)/([A-Za-z0-9._-]{1,253})/([1-9]\d{0,9})|(job)/([A-Za-z0-9_.-]{1,128})", re.ASCII)
-#: Beginning of a line that a worker printed, before Ray's own prefix ends.
+#: Prefix that Ray puts before a line that a worker printed.
 _OWN = re.compile(r"^(?:\x1b\[\d+m)*\((?:RayTrainWorker|d9d) pid=\d+(?:, ip=[^)]*)?\)(?:\x1b\[\d+m)* ?")
 _JOB_STATES: dict[str, LaunchState] = {
     "PENDING": "waiting",
@@ -54,7 +54,7 @@ class RayLauncher:
         """Check that Ray is installed, and that the job server answers, if there is one.
 
         Raises:
-            LaunchError: it is not, it does not, or the address is of a kind that cannot be used.
+            LaunchError: Ray is not installed, the job server does not answer, or the address is of Ray's client.
         """
         server = self._server()
         if server is None and find_spec("ray") is None:

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from d9d_core.errors import JobError
 
-#: Files in the folder of a submission: the order, the driver's log, its end, and the request to stop.
+#: Files in the folder of a submission: the order, the driver's log, the driver's exit status, and the request to stop.
 ORDER, LOG, END, STOP = "ray.json", "ray.log", "ray-end.json", "ray-stop"
 #: File that exists while the workers train.
 TRAINS = "ray-trains"
@@ -29,9 +29,9 @@ class Order:
         options: options of ``d9d train`` after the job file.
         folder: folder of the submission, which all machines share.
         working_directory: directory in which the processes work.
-        processes: number of processes of all machines.
+        processes: number of processes on all machines together.
         resources: resources that Ray reserves for each process, such as ``{"CPU": 1.0}``.
-        restarts: number of restarts.
+        restarts: largest number of restarts.
         startup: seconds within which all processes must start.
         address: address of the cluster; ``None``: ``RAY_ADDRESS``, else a new cluster on this machine.
         export: names of environment variables that the processes get from the driver.
@@ -75,7 +75,7 @@ class Order:
 
 
 def write_values(file: Path, values: Mapping[str, Any]) -> None:
-    """Write JSON values so that a reader finds the whole file or none."""
+    """Write JSON values atomically: a reader finds the whole file or none."""
     draft = file.with_name(f".{file.name}.tmp")
     draft.write_text(json.dumps(dict(values)) + "\n", "utf-8")
     draft.replace(file)

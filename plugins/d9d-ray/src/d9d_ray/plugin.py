@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_launchers() -> Iterator[LauncherSpec]:
-    """Declare the launcher, which ``d9d launch --engine ray`` selects."""
+    """Declare the launcher ``ray``, which ``d9d launch --engine ray`` selects."""
     yield LauncherSpec(
         name="ray",
         summary="Ray Train with one worker per rank, on a cluster or on this machine.",

@@ -35,7 +35,7 @@ _PAUSE = 0.5
 
 
 class PreemptedError(RuntimeError):
-    """Run that saved and stopped because Ray is about to take a machine away; Ray starts it again."""
+    """The run saved and stopped, because Ray is about to take a machine away; Ray starts the run again."""
 
 
 def train_rank(values: Mapping[str, Any]) -> int:
@@ -59,8 +59,8 @@ def train_rank(values: Mapping[str, Any]) -> int:
     order, context = Order(**values), get_context()
     folder = Path(order.folder)
     if fails_for_good(folder):
-        return EXIT_FAILED  # ranks that waited for the one that failed died with the start before this one
-    # Python's default, instead of Ray's INFO, at which each report is several lines of the log.
+        return EXIT_FAILED  # in the previous start, Ray ended ranks before they could return the failure
+    # WARNING is Python's default; at INFO, which Ray sets, each report writes several lines to the log.
     for name in (None, "ray.train"):
         logging.getLogger(name).setLevel(logging.WARNING)
     os.chdir(order.working_directory)
@@ -146,7 +146,7 @@ def _environment(context: TrainContext) -> ProcessEnv:
 
 
 def _request(stop: Path) -> str | None:
-    """Cause of a request to stop; ``None`` without a request."""
+    """Who asks the run to stop: ``d9d launch cancel`` or a preemption; ``None`` without a request."""
     if stop.exists():
         return "d9d launch cancel"
     return "a preemption" if _preempted() else None
@@ -154,8 +154,8 @@ def _request(stop: Path) -> str | None:
 
 def _preempted() -> bool:
     """Whether Ray has announced that it takes a machine of this run away."""
-    # ray.train.get_preemption_info() waits for all ranks; this rank's own knowledge has no public name. Without it, a
-    # preemption is a crash, after which the run continues from its newest checkpoint.
+    # ray.train.get_preemption_info() waits for all ranks, and there is no public function for what this rank knows. If
+    # the private one is missing, a preemption acts like a crash: the run continues from its newest checkpoint.
     try:
         from ray.train.v2._internal.execution.context import get_train_context
 

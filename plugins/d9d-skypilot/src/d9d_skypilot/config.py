@@ -15,7 +15,7 @@ def _of_one_line(line: str) -> str:
 
 
 class SkyPilotConfig(PluginConfig):
-    """SkyPilot: machines of a managed job, and the storage of the runs."""
+    """Launcher of managed jobs of SkyPilot: the machines of a job, and the storage of the runs."""
 
     name: Literal["skypilot"] = "skypilot"
     """Selects this launcher."""
@@ -26,11 +26,11 @@ class SkyPilotConfig(PluginConfig):
     gpus_per_node: PositiveInt | None = None
     """GPUs per machine; ``null``: one for each process."""
     cpus: PositiveInt | None = None
-    """Least number of CPU cores per machine; ``null``: SkyPilot's choice."""
+    """Smallest number of CPU cores per machine; ``null``: SkyPilot's choice."""
     memory_gib: PositiveInt | None = None
-    """Least memory per machine in GiB; ``null``: SkyPilot's choice."""
+    """Smallest memory per machine in GiB; ``null``: SkyPilot's choice."""
     disk_gib: PositiveInt | None = None
-    """Disk of each machine in GiB; ``null``: SkyPilot's choice."""
+    """Disk size of each machine in GiB; ``null``: SkyPilot's choice."""
     spot: bool = False
     """Use machines that the cloud may take away; the job then continues on others."""
     image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")] | None = None
@@ -38,17 +38,18 @@ class SkyPilotConfig(PluginConfig):
     volume: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
     """Name of a volume of SkyPilot that holds the runs, and that all machines of a job can write."""
     bucket: Annotated[str, Field(pattern=r"^[a-z0-9]+://[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
-    """Bucket that holds the runs of jobs of one machine, such as ``s3://team-runs``."""
+    """Bucket that holds the runs instead of a volume, such as ``s3://team-runs``; only for jobs on one machine."""
     mount: Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")] = "/runs"
     """Path of the volume or the bucket on the machines; it replaces ``run.dir`` of the job."""
     setup: list[Annotated[str, AfterValidator(_of_one_line)]] = []
-    """Lines of shell that run once on each machine: ``pip install d9d-all``. They stand in a file: no tokens."""
+    """Lines of shell that run once on each machine, such as ``pip install d9d-all``. They are stored in a readable
+    file, so write no secrets in them."""
     secrets: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = []
-    """Names of environment variables that the job gets as secrets of SkyPilot, whose command reads the values."""
+    """Names of environment variables that the job gets as SkyPilot secrets; the command ``sky`` reads their values."""
     python: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]+$")] = "python3"
     """Python interpreter on the machines."""
     restarts: NonNegativeInt = 10
-    """Restarts on the same machines after a crash; a preemption costs none of them."""
+    """Largest number of restarts on the same machines after a crash; preemptions do not count."""
 
     @model_validator(mode="after")
     def _one_storage(self) -> Self:

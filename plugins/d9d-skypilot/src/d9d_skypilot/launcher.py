@@ -16,8 +16,8 @@ from d9d_core.launcher import EngineStatus, LaunchRequest, LaunchState, Submissi
 from d9d_skypilot.config import SkyPilotConfig
 from d9d_skypilot.task import task_file, task_name
 
-#: Seconds within which a command of SkyPilot must answer, and within which a submission must be accepted: the first one
-#: starts a machine that controls the jobs.
+#: Seconds within which a command of SkyPilot must answer, and within which SkyPilot must accept a submission; the first
+#: submission starts a machine that controls the jobs, which takes long.
 _PATIENCE, _PATIENCE_OF_SUBMIT = 180, 1800
 _NAME = re.compile(r"d9d-[a-z0-9-]{1,60}", re.ASCII)
 _STATES: Mapping[str, LaunchState] = {
@@ -49,7 +49,7 @@ class SkyPilotLauncher:
         """Check that the command ``sky`` is installed.
 
         Raises:
-            LaunchError: it is not.
+            LaunchError: the command is not installed.
         """
         if shutil.which("sky") is None:
             raise LaunchError(
@@ -99,7 +99,7 @@ class SkyPilotLauncher:
         return EngineStatus(state=state, detail=", ".join(parts), log=log)
 
     def cancel(self, identifier: str) -> str:
-        """Cancel a job: its ranks get SIGTERM, and SkyPilot's half a minute to save.
+        """Cancel a job: its ranks get SIGTERM, and the half minute that SkyPilot gives them to save.
 
         Raises:
             LaunchError: the identifier is malformed, or the job has ended or is unknown.
@@ -126,7 +126,7 @@ def _record(name: str) -> Mapping[str, Any] | None:
     """Newest record of a job in SkyPilot's queue; ``None`` if the queue does not have the job."""
     text = _run("sky", "jobs", "queue", "--all", "--output", "json")
     try:
-        # Notes of the client may stand before the list.
+        # The client may print notes before the list.
         records = json.loads(text[text.index("[") :])
     except ValueError as error:
         raise LaunchError(f"sky jobs queue: the answer is not JSON: {error}") from error

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_launchers() -> Iterator[LauncherSpec]:
-    """Declare the launcher, which ``d9d launch --engine skypilot`` selects."""
+    """Declare the launcher ``skypilot``, which ``d9d launch --engine skypilot`` selects."""
     yield LauncherSpec(
         name="skypilot",
         summary="Managed jobs of SkyPilot, which continue after a preemption, on any cloud.",

@@ -15,14 +15,14 @@ from d9d_skypilot.config import SkyPilotConfig
 
 #: Port of the rendezvous on the first machine.
 _PORT = 29_500
-#: Longest name: machines get names that are longer.
+#: Largest number of characters of a task's name; names of machines add to it.
 _LONGEST = 40
-#: Largest job file: it is part of a shell command.
+#: Largest number of bytes of the job file, which is part of a shell command.
 _LARGEST = 60_000
 
 
 class _Readable(yaml.SafeDumper):
-    """Dumper that writes texts of several lines as such."""
+    """YAML dumper that writes a text of several lines on several lines."""
 
 
 _Readable.add_representer(
@@ -73,8 +73,8 @@ def _resources(config: SkyPilotConfig, request: LaunchRequest) -> dict[str, Any]
         "disk_size": config.disk_gib,
         "use_spot": config.spot or None,
         "image_id": None if config.image is None else f"docker:{config.image}",
-        # A stop on request, as before a preemption, continues on other machines. Crashes restart in the script below,
-        # because SkyPilot's own restarts after errors would repeat an error of the job, too.
+        # After a stop on request, as before a preemption, SkyPilot continues the job on other machines. After a crash,
+        # the script below restarts it, because SkyPilot's own restarts would also repeat an error of the job.
         "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [EXIT_STOPPED]},
     }
     return {field: value for field, value in found.items() if value is not None}
@@ -88,7 +88,7 @@ def _storage(config: SkyPilotConfig, request: LaunchRequest) -> dict[str, Any]:
             f"--nodes {request.nodes}: several machines cannot write one run into a bucket, which each of them caches; "
             "give --option volume=NAME instead of bucket"
         )
-    # Files of a run are renamed and continued, which a bucket without a cache does not support.
+    # d9d renames files of a run and appends to them, which a bucket without a cache does not support.
     return {"file_mounts": {config.mount: {"source": config.bucket, "mode": "MOUNT_CACHED"}}}
 
 

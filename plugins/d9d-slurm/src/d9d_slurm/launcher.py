@@ -57,7 +57,7 @@ class SlurmLauncher:
         """Check that Slurm's commands are installed and that its controller answers.
 
         Raises:
-            LaunchError: they are not, or it does not.
+            LaunchError: the commands are not installed, or the controller does not answer.
         """
         missing = [name for name in ("sbatch", "squeue", "scontrol", "scancel") if shutil.which(name) is None]
         if missing:
@@ -77,7 +77,7 @@ class SlurmLauncher:
         """Make the batch script, and the command that hands it to Slurm.
 
         Raises:
-            LaunchError: the path of the log cannot be written as a pattern of Slurm.
+            LaunchError: Slurm's syntax for file names cannot express the path of the log.
         """
         if "\\" in str(request.folder):
             raise LaunchError(f"run.dir: {request.folder} has a backslash, which Slurm does not keep; rename it")
@@ -105,7 +105,7 @@ class SlurmLauncher:
         return _checked(identifier)
 
     def status(self, identifier: str, folder: Path, lines: int) -> EngineStatus:
-        """Ask slurmctld about a job, which it forgets some minutes after the end (``MinJobAge``).
+        """Ask slurmctld about a job; it forgets a job some minutes after the job's end (``MinJobAge``).
 
         Raises:
             LaunchError: the identifier is malformed, or slurmctld does not answer.
@@ -125,7 +125,7 @@ class SlurmLauncher:
             detail += f", restarts: {restarts}"
         state = _STATES.get(word, "failed")
         ended = state in ("finished", "failed") and status.isdecimal()
-        # squeue prints the status of waitpid: 19200 for an exit with 75.
+        # squeue prints the exit status as waitpid returns it: 19200 for an exit with 75.
         code = os.waitstatus_to_exitcode(int(status)) if ended else None
         return EngineStatus(state=state, detail=detail, log=log, exit_status=code)
 

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_launchers() -> Iterator[LauncherSpec]:
-    """Declare the launcher, which ``d9d launch --engine slurm`` selects."""
+    """Declare the launcher ``slurm``, which ``d9d launch --engine slurm`` selects."""
     yield LauncherSpec(
         name="slurm",
         summary="Batch jobs of Slurm, which save before the time limit and restart.",

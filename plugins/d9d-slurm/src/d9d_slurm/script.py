@@ -1,4 +1,4 @@
-"""Batch script of a job."""
+"""Batch script of a Slurm job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d9d_slurm.config import SlurmConfig
 
 
 def batch_script(config: SlurmConfig, request: LaunchRequest) -> str:
-    """Script that sbatch gets. Lines of #SBATCH hold only numbers and checked words; paths are quoted for the shell.
+    """Make the script for sbatch. #SBATCH lines hold only numbers and checked words; paths are quoted for the shell.
 
     Args:
         config: resources and restarts.

@@ -10,11 +10,11 @@ from pydantic import Field
 
 
 class TensorBoardConfig(PluginConfig):
-    """TensorBoard: event files, which ``tensorboard --logdir`` shows."""
+    """Tracker TensorBoard: writes event files, which ``tensorboard --logdir`` shows."""
 
     name: Literal["tensorboard"] = "tensorboard"
     """Selects this tracker."""
     log_dir: Path | None = None
     """Directory of the event files, which runs may share; by default ``<run>/tensorboard``."""
     flush_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    """Longest delay in seconds until other processes see logged values; a checkpoint also flushes them."""
+    """Seconds since the last flush after which newly logged values flush the file; a checkpoint also flushes it."""

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """Tracker, selected by ``trackers``."""
+    """Declare the tracker ``tensorboard``."""
     yield TrackerSpec(
         name="tensorboard",
         summary="Event files for TensorBoard: curves, histograms, texts, pictures, tables.",

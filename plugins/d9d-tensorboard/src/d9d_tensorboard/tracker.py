@@ -69,8 +69,8 @@ class TensorBoardRun:
 
     Args:
         writer: writer of the event file.
-        values: number of values in older files of the run.
-        kinds: tag -> kind of its values in older files.
+        values: number of values in the run's older files.
+        kinds: tag -> kind of its values in the run's older files.
     """
 
     def __init__(self, writer: _EventFile, values: int, kinds: Mapping[str, str]) -> None:
@@ -96,7 +96,7 @@ class TensorBoardRun:
         self._add([summary.scalar(self._tag(name, "number"), value) for name, value in values.items()], step)
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Write histograms from their counts; their moments are computed from the centres of the bins."""
+        """Write histograms from their counts; the moments in the file are computed from the centres of the bins."""
         self._check()
         parts = []
         for name, histogram in histograms.items():
@@ -149,7 +149,7 @@ class TensorBoardRun:
         self._writer.flush()
 
     def state(self) -> State:
-        """Number of values written so far: values logged after a checkpoint and before the next step share its step."""
+        """Number of values written so far; a step does not tell which of its values came after the checkpoint."""
         return {"values": self._values}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002 - files have no status
@@ -159,30 +159,32 @@ class TensorBoardRun:
             self._writer.close()
 
     def _tag(self, name: str, kind: str, ending: str = "") -> str:
-        """Tag of a series; with a suffix if the tag has values of another kind, as readers expect one kind per tag."""
+        """Tag of a series; gets a suffix if it has values of another kind, because readers expect one kind per tag."""
         if self._kinds.setdefault(f"{name}{ending}", kind) == kind:
             return str(name)
         self._kinds[f"{name} ({kind}){ending}"] = kind
         return f"{name} ({kind})"
 
     def _add(self, values: Sequence[Summary], step: int) -> None:
-        """Add the values of one call, after all have been converted: if one fails, the hub retries them one by one."""
+        """Add the values of one call. All are converted before; if one fails, d9d writes them one by one."""
         for value in values:
             self._values += 1
             self._writer.write(Event(step=step, summary=value))
 
     def _check(self) -> None:
-        if not self._open:  # the writer would start another file
+        if not self._open:
             raise ValueError("the run is closed")
 
 
 class _EventFile:
-    """Event file whose name sorts after all others of its directory, whatever the clock says: readers order by name.
+    """Event file whose name sorts after all others in its directory, even if the clock was set back.
+
+    Readers order files by name.
 
     Args:
         directory: directory of the event files.
         suffix: suffix of the file name.
-        flush_seconds: time after which a write flushes the file.
+        flush_seconds: seconds since the last flush after which a write flushes the file.
     """
 
     def __init__(self, directory: Path, suffix: str, flush_seconds: float) -> None:
@@ -223,9 +225,9 @@ def _suffix(run: RunInfo, config: TensorBoardConfig) -> str:
 
 
 def _cut(path: Path, step: int, most: int | None, kinds: dict[str, str]) -> int:
-    """Remove the events of a step and of later steps: readers drop such points themselves, but not texts.
+    """Remove the events of ``step`` and of later steps; readers would drop repeated points, but not texts.
 
-    If ``most`` is given, keep at most that many values: events of the previous step beyond them were written after the
+    If ``most`` is given, keep at most that many values: further values of the previous step were written after the
     checkpoint. Adds the kind of each remaining value to ``kinds``, by tag.
 
     Returns:

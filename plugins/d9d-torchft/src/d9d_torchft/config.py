@@ -14,10 +14,10 @@ class TorchFTConfig(PluginConfig):
     name: Literal["torchft"] = "torchft"
     """Selects the plugin."""
     min_replicas: PositiveInt = 1
-    """Number of replicas below which the others wait instead of training."""
+    """Smallest number of replicas that train; if fewer are alive, they wait."""
     timeout: PositiveFloat = 120.0
-    """Seconds after which a replica that does not answer in a sum or a transfer counts as lost. Longer than the longest
-    step, including the compilation in the first step of a replica that has just come."""
+    """Seconds after which a replica that does not answer in a reduction or a transfer of state counts as lost. Must be
+    longer than the longest step, including the compilation in a new replica's first step."""
     quorum_timeout: PositiveFloat = 600.0
     """Seconds to wait for the lighthouse, and for ``min_replicas`` replicas, before the run fails."""
     interface: str | None = None

@@ -1,4 +1,4 @@
-"""Coordination of replicas: the lighthouse of torchft tells which replicas are in the next attempt at a step."""
+"""Coordination of replicas: torchft's lighthouse decides which replicas take part in the next attempt at a step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from d9d_core.errors import JobError, TrainingError
 from d9d_torchft.members import Member
 
 Result = TypeVar("Result")
-#: Seconds between two heartbeats: a tenth of the lighthouse's default limit.
+#: Seconds between two heartbeats: a tenth of the time without one after which the lighthouse counts a replica as lost.
 HEARTBEAT = 0.2
 #: Seconds between two attempts to reach the lighthouse.
 _PAUSE = 0.5
-#: Seconds between two looks whether to wait no longer.
+#: Seconds between two checks whether to stop waiting.
 _LOOK = 0.2
 _CONNECT = timedelta(seconds=5)
 
@@ -28,12 +28,12 @@ class Coordinator(Protocol):
     """Coordinator of the replicas, used by the first rank of each replica."""
 
     def quorum(self, member: Member, seconds: float, stops: Callable[[], bool]) -> Sequence[Member] | None:
-        """Members of the next attempt, this replica included; waits until the others ask, too.
+        """Members of the next attempt, this replica included; waits until the other replicas call it, too.
 
         Args:
             member: this replica.
-            seconds: longest time to wait.
-            stops: whether to wait no longer; the result is ``None`` then.
+            seconds: longest time to wait, in seconds.
+            stops: function that tells whether to stop waiting; the result is ``None`` then.
 
         Raises:
             TrainingError: there was no quorum in time.
@@ -127,11 +127,12 @@ class Lighthouse:
 
 
 def waited(call: Callable[[], Result], stops: Callable[[], bool]) -> Result | None:
-    """Run a call that blocks outside of Python in a thread, so that signals still reach this one.
+    """Run a call that blocks outside of Python in another thread, so that this thread still handles signals.
 
     Args:
         call: the call.
-        stops: whether to wait no longer; the call then goes on in its thread, and the result is ``None``.
+        stops: function that tells whether to stop waiting; the call then continues in its thread, and the result is
+            ``None``.
     """
     found: list[Result] = []
     errors: list[BaseException] = []

@@ -14,13 +14,13 @@ from torch import distributed as dist
 
 #: Size of a bucket in bytes, unless a single tensor is larger.
 _BUCKET = 64 * 2**20
-#: Seconds within which all members of a group must connect; they all answered a moment ago.
+#: Seconds within which all members of a group must connect; this is short because all of them answered a moment ago.
 _CONNECT = 15.0
-#: Seconds within which gloo must connect once all members have come: it tries a dead one until then.
+#: Seconds within which gloo must connect once all members have come; gloo retries a dead member until then.
 _GLOO = 5.0
 #: Seconds of one attempt to reach the store.
 _STORE = 2.0
-#: Seconds between two looks whether missing members still live.
+#: Seconds between two checks whether missing members are alive.
 _LOOK = 0.3
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -32,13 +32,13 @@ class ReplicaGroup:
 
     Args:
         store: ``host:port`` of a store that all members reach.
-        key: key of the group, used once; part of the names in the store.
+        key: key of the group, used once; prefix of its names in the store.
         index: index of this replica among the members.
         count: number of members.
         address: numeric address of this machine on which gloo listens.
         timeout: seconds after which an operation fails.
         device: device of this process.
-        lives: whether the member with an index still lives; asked about members that do not come.
+        lives: function that tells whether the member with an index is alive; called for members that do not connect.
 
     Raises:
         RuntimeError: the members did not connect in time.
@@ -74,7 +74,7 @@ class ReplicaGroup:
             self._nccl = dist.ProcessGroupNCCL(below, index, count, chosen)
 
     def reduce(self, tensors: Sequence[Tensor], operation: Literal["sum", "max", "min"]) -> None:
-        """Reduce tensors in place. On a GPU, :meth:`landed` tells whether the result is there.
+        """Reduce tensors in place over the members. On a GPU, :meth:`landed` tells whether the reduction succeeded.
 
         Raises:
             RuntimeError: a member was lost.
@@ -94,7 +94,7 @@ class ReplicaGroup:
             torch._foreach_copy_(list(bucket), [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
 
     def all(self, held: bool) -> bool:
-        """Whether something holds for all members.
+        """Whether ``held`` is true on all members. Collective over the members.
 
         Raises:
             RuntimeError: a member was lost.
@@ -132,7 +132,7 @@ class ReplicaGroup:
 
 
 def _client(store: str, lives: Callable[[int], bool]) -> Any:
-    """Client of the store of member 0, which may die meanwhile.
+    """Connect to the store of member 0, which may die meanwhile.
 
     Raises:
         RuntimeError: member 0 has died, or its store does not answer.
@@ -150,7 +150,7 @@ def _client(store: str, lives: Callable[[int], bool]) -> Any:
 
 
 def _await_all(store: Any, key: str, index: int, count: int, lives: Callable[[int], bool]) -> None:
-    """Wait until all members have come to the store, as gloo would wait for a dead one until its timeout.
+    """Wait until all members have come to the store; without this, gloo would wait for a dead one until its timeout.
 
     Raises:
         RuntimeError: a member has died, or does not come.
@@ -167,7 +167,7 @@ def _await_all(store: Any, key: str, index: int, count: int, lives: Callable[[in
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors in order of dtype and device, in lists of limited size."""
+    """Group tensors into lists, each of one dtype and one device and of at most ``_BUCKET`` bytes (or one tensor)."""
     kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
     for kind in kinds:
         held: list[Tensor] = []

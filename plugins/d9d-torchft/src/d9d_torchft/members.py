@@ -15,11 +15,11 @@ class Member:
 
     Attributes:
         name: name of the replica, the same after each of its restarts.
-        incarnation: random text of this start of the replica.
-        step: number of steps done.
-        lineage: text that names the commit after which the state was the same in all its replicas; empty if the state
-            comes from a checkpoint or from the initialisation.
-        failures: number of attempts of this incarnation that failed; a group of the same members gets a new key.
+        incarnation: random text, new at each start of the replica.
+        step: number of completed steps.
+        lineage: key of the last committed attempt, whose replicas all have the same state; empty if the state comes
+            from a checkpoint or from the initialisation.
+        failures: number of this incarnation's attempts that failed; after a failure, the same members get a new key.
         store: ``host:port`` of the replica's store, in which the ranks of all replicas can meet.
         servers: ``host:port`` of the transport of each rank.
         group: key of the group that connects the replica's ranks with others; empty without a group.
@@ -57,10 +57,10 @@ class Member:
 
 
 def key_of(members: Sequence[Member]) -> str:
-    """Key of the group of some members, whatever their steps.
+    """Key of the group of these members, which does not depend on their steps.
 
-    Members that are all in the group of exactly these members keep its key. Other members get a new key, which depends
-    on their incarnations, failures and groups, because the store keeps the addresses of earlier groups.
+    If all of them are connected in a group of exactly these members, the group's key is kept. Otherwise the key is new:
+    it depends on incarnations, failures and groups, because the store keeps the addresses of earlier groups.
     """
     names, groups = _digest([member.name for member in members]), {member.group for member in members}
     if len(groups) == 1 and (group := groups.pop()).startswith(f"{names}-"):
@@ -73,10 +73,10 @@ def _digest(values: object) -> str:
 
 
 def donors(members: Sequence[Member]) -> list[Member]:
-    """Members with the state that all replicas continue from; one of them at least.
+    """Members whose state all replicas continue from; at least one member.
 
-    The largest step wins. Among members with that step, running replicas win over replicas that have just started, as
-    the state of a checkpoint may differ in its last bits; and the first lineage wins over others.
+    Only members with the largest step count. Among them, running replicas win over replicas that have just started,
+    because the state of a checkpoint may differ in its last bits; and of several lineages, the first member's wins.
 
     Args:
         members: members of a quorum, sorted by name.
@@ -89,7 +89,7 @@ def donors(members: Sequence[Member]) -> list[Member]:
 
 
 def sources(members: Sequence[Member]) -> dict[str, str]:
-    """Replica that takes another's state -> that other replica; the load is spread over all donors.
+    """Map each replica that must take its state from another to that other replica; takers are spread over all donors.
 
     Args:
         members: members of a quorum, sorted by name.

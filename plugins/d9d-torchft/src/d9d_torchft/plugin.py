@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """Strategy, selected by ``parallel``."""
+    """Declare the strategy ``torchft``, which a job selects in ``parallel``."""
     yield StrategySpec(
         name="torchft",
         summary="Elastic replicas: several runs share the microbatches of each step, and may come and go.",
@@ -25,7 +25,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Commands of the group ``torchft``."""
+    """Declare the commands ``d9d torchft run`` and ``d9d torchft lighthouse``."""
     yield CommandSpec(
         group="torchft",
         name="run",

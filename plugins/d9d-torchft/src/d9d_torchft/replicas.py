@@ -1,4 +1,4 @@
-"""Elastic replicas: quorum, healing, sums and commit of each attempt at a step."""
+"""Elastic replicas: in each attempt at a step, a quorum, the transfer of state to new replicas, sums, and a commit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from d9d_torchft.transport import Offer, Server, TransportError, fetch, is_there
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 #: Seconds between two quorums while replicas are missing.
 _PAUSE = 0.1
-#: Makes the coordinator of a replica, on its first rank.
+#: Type of functions that make the coordinator of a replica, on its first rank.
 Coordinators = Callable[[Settings], Coordinator]
 
 
@@ -46,7 +46,7 @@ class TorchFTReplicas:
         config: config of the strategy.
         topology: rank, device and groups of this process in its replica.
         environ: environment variables with the settings of this replica.
-        coordinator: makes the coordinator.
+        coordinator: function that makes the coordinator, by default a client of the lighthouse.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TorchFTReplicas:
         assert self._attempt is not None
         held = not self._lost
         if self._group is not None and self._group.launched:
-            # A lost replica shows in gloo at once, in NCCL only after its timeout.
+            # Ask over gloo first: it notices a lost replica at once, NCCL only after its timeout.
             held = self._agreed(held) and self._group.landed()
         if not self._agreed(held):
             self._fail()
@@ -165,7 +165,7 @@ class TorchFTReplicas:
                 )
 
     def _attempted(self, opened: _Opened, members: Sequence[Member], live: LiveState) -> Attempt | None:
-        """Connect the members, and heal if necessary; ``None`` if a member was lost meanwhile."""
+        """Connect the members, and take another's state if necessary; ``None`` if a member was lost meanwhile."""
         name, key = opened.settings.replica, key_of(members)
         names = tuple(one.name for one in members)
         self._lost = False
@@ -225,8 +225,8 @@ class TorchFTReplicas:
             raise TrainingError(f"the state of replica '{donor.name}' cannot be taken: {error}") from error
 
     def _agreed(self, held: bool) -> bool:
-        """Whether something holds for all ranks of all replicas, as far as they can be asked."""
-        # First the ranks of this replica: a replica of which one rank has failed must not answer the others.
+        """Whether ``held`` is true on all ranks of all replicas; false if a replica does not answer."""
+        # Ask the ranks of this replica first: if one of them has failed, this replica must not agree with others.
         if not all_ranks(self._topology, held):
             return False
         if self._group is None:
@@ -238,7 +238,7 @@ class TorchFTReplicas:
         return all_ranks(self._topology, held)
 
     def _fail(self) -> None:
-        self._failures += 1  # of the same members, another group
+        self._failures += 1  # gives a group of the same members a new key
         self._leave_group()
 
     def _leave_group(self) -> None:
@@ -263,7 +263,7 @@ class _Opened:
         self.coordinator = coordinator(self.settings) if topology.rank == 0 else None
         own = {"incarnation": secrets.token_hex(8), "store": ""}
         if topology.rank == 0:
-            # Listens at this address only; on all interfaces, torch's store would.
+            # A socket that listens at this address only; torch's store by itself would listen on all interfaces.
             listening = socket.create_server((self.address, 0))
             port = listening.getsockname()[1]
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -293,7 +293,7 @@ class _Opened:
 
 
 def all_ranks(topology: Topology, held: bool) -> bool:
-    """Whether something holds on all ranks of this replica. Collective over them."""
+    """Whether ``held`` is true on all ranks of this replica. Collective over them."""
     group = topology.axes_group(*_AXES)
     if group is None:
         return held
@@ -303,7 +303,7 @@ def all_ranks(topology: Topology, held: bool) -> bool:
 
 
 def gathered(topology: Topology, text: str) -> tuple[str, ...]:
-    """Short texts of all ranks of this replica, in order. Collective over them."""
+    """Gather a text of at most 64 bytes from each rank of this replica, in order. Collective over the ranks."""
     group = topology.axes_group(*_AXES)
     if group is None:
         return (text,)
@@ -315,7 +315,7 @@ def gathered(topology: Topology, text: str) -> tuple[str, ...]:
 
 
 def from_first_rank(topology: Topology, values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON object of the first rank of this replica. Collective over its ranks."""
+    """Broadcast a JSON object from the first rank of this replica. Collective over the replica's ranks."""
     group = topology.axes_group(*_AXES)
     if group is None:
         return dict(values)

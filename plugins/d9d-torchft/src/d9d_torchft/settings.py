@@ -18,7 +18,7 @@ LIGHTHOUSE = "D9D_TORCHFT_LIGHTHOUSE"
 REPLICA = "D9D_TORCHFT_REPLICA"
 TOKEN_FILE = "D9D_TORCHFT_TOKEN_FILE"  # noqa: S105 - the name of a variable
 LOOPBACK = "127.0.0.1"
-#: Shortest token in bytes.
+#: Smallest length of a token in bytes.
 _SHORTEST = 16
 #: Request of ``ioctl`` for the address of an interface (Linux).
 _SIOCGIFADDR = 0x8915
@@ -68,7 +68,7 @@ class Settings:
 
 
 def address_of(interface: str | None) -> str:
-    """Numeric IPv4 address of a network interface of this machine; the loopback for ``None``.
+    """Numeric IPv4 address of a network interface of this machine; for ``None``, of the loopback.
 
     Raises:
         JobError: the interface does not exist or has no such address.

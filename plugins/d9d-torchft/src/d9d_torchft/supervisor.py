@@ -20,9 +20,9 @@ from d9d_core.launcher import EXIT_STOPPED
 
 from d9d_torchft.settings import LIGHTHOUSE, LOOPBACK, REPLICA, TOKEN_FILE
 
-#: Exit status of an error in the job, which would repeat.
+#: Exit status of a replica with an error in the job, which a restart would repeat.
 _JOB_ERROR = 2
-#: Seconds between two looks at the replicas, and within which the lighthouse must start.
+#: Seconds between two checks of the replicas, and seconds within which the lighthouse must start.
 _TICK, _START = 0.05, 120.0
 #: Seconds after the end of the first replica within which the others must end.
 _LAST = 60.0
@@ -36,8 +36,8 @@ class Replica:
 
     Attributes:
         name: name of the replica.
-        process: its newest process.
-        starts: number of its starts.
+        process: newest process of the replica.
+        starts: number of times that it was started.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Supervisor:
     """Lighthouse and replicas of one job on this machine.
 
     Args:
-        command: command of a replica, by its name.
+        command: function from the name of a replica to its command.
         names: names of the replicas.
         restarts: largest number of restarts of each replica.
-        say: prints a line.
+        say: function that prints a line.
     """
 
     def __init__(
@@ -190,7 +190,10 @@ def started_lighthouse() -> LighthouseProcess:
 
 @contextmanager
 def _token_file() -> Iterator[str]:
-    """File with a new token, readable by this user only. On Linux it lies in memory and ends with this process."""
+    """Context with the path of a file with a new token, readable by this user only.
+
+    On Linux the file is in memory and disappears with this process.
+    """
     token = secrets.token_hex(32).encode()
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("d9d-torchft-token")

@@ -1,4 +1,4 @@
-"""Transport of a replica's state to another: authenticated by a token, JSON and raw bytes, no pickle.
+"""Transport of state from one replica to another: authenticated by a token; JSON and raw bytes, no pickle.
 
 A connection, with ``mac(label)`` = HMAC-SHA256 of the label and both nonces under the token:
 
@@ -33,11 +33,11 @@ from torch import Tensor
 #: Name and version of the protocol; part of each mac.
 _PROTOCOL = b"d9d-torchft/1/"
 _NONCE, _MAC = 32, 32
-#: Most bytes of a request and of a header.
+#: Largest sizes in bytes of a request and of a header.
 _REQUEST, _HEADER = 2**12, 2**28
-#: Seconds for a connection and its handshake.
+#: Seconds within which a connection and its handshake must be complete.
 _SECONDS = 10.0
-#: Connections that are served at the same time.
+#: Largest number of connections that are served at the same time.
 _CONNECTIONS = 64
 
 
@@ -65,7 +65,7 @@ class Offer:
 
 
 class Server:
-    """Server of one rank's state, in threads of its own.
+    """Server that sends one rank's state to other replicas, in its own threads.
 
     Args:
         address: numeric address on which it listens, at a free port.
@@ -92,7 +92,7 @@ class Server:
             self._changed.notify_all()
 
     def refuse(self, key: str) -> None:
-        """Let clients wait no longer for an offer with this key: the attempt has failed on this rank."""
+        """Answer clients that wait for an offer with this key: the attempt has failed on this rank."""
         with self._changed:
             self._refused.add(key)
             self._changed.notify_all()
@@ -126,7 +126,7 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            # A stranger may send anything: a connection that fails concerns no other one.
+            # An unknown client may send anything; an error ends only its own connection.
             with connection, suppress(OSError, TransportError):
                 connection.settimeout(_SECONDS)
                 _greet_client(connection, self._token)
@@ -141,7 +141,7 @@ class Server:
 
     def _send(self, connection: socket.socket, key: object) -> None:
         with self._changed:
-            # The client may be faster than this replica, which offers its state in the same attempt.
+            # Wait, because the client may ask before this replica offers its state in the same attempt.
             self._changed.wait_for(
                 lambda: key in self._refused or (self._offer is not None and self._offer.key == key), self._timeout
             )

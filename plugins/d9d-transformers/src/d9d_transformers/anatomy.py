@@ -28,12 +28,12 @@ from d9d_transformers.head import Head
 from d9d_transformers.model import TransformersModel
 from d9d_transformers.structure import with_parameters
 
-#: Number of positions of the forward. Recurrent modules compute in chunks of at most 256 positions, which they pad.
+#: Number of positions of the forward: recurrent modules pad their input to chunks, of at most 256 positions.
 _POSITIONS = 256
 #: Bytes of an element of the activations -> their dtype.
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
-#: Kinds of modules. An ``other`` one is measured; the parameters of an ``idle`` one are used by another module.
+#: Kinds of modules. The cost of an ``other`` module is measured; another module uses the parameters of an ``idle`` one.
 Kind = Literal["linear", "norm", "attention", "experts", "embedding", "other", "idle"]
 
 #: Kinds of parameters, see :class:`d9d_core.cost.Weight`.
@@ -60,8 +60,8 @@ class Core:
     """Facts about an attention core.
 
     Attributes:
-        query_heads, key_value_heads: heads of the whole model.
-        features: features of a head.
+        query_heads, key_value_heads: numbers of heads, before tensor parallelism splits them.
+        features: number of features of a head.
         window: number of positions that a query attends to; ``None`` for all.
     """
 
@@ -88,17 +88,20 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a module in the forward. Tensors are numbered within a layer, by memory; the layer's input has number 0.
+    """Call of a module in the forward.
+
+    Tensors are numbered within a layer, tensors that share memory alike; the layer's input has the number 0.
 
     Attributes:
         path: name of the module within its layer, or within the model if it is outside of layers.
         kind: kind of the module.
-        style: tensor-parallel style; ``None`` for a module without parameters in a split part of a layer.
-        rows: rows of the input per position.
+        style: tensor-parallel style; ``None`` for a module without a style inside a sub-module of a layer, such as
+            attention, that is split.
+        rows: number of rows of the input per position.
         features, outputs: sizes of the last dimension of input and output.
         reads, writes: numbers of the input and of the output.
         parameters: parameters of the module.
-        in_part: whether the module belongs to a part of a layer, such as attention, not to the layer itself.
+        in_part: whether the module is nested in a sub-module of the layer, such as attention.
         heads: number of heads of the output, if only whole heads can be split.
         core: facts about the core, if the module is attention.
         chosen: number of experts of a token, if the module is a module of experts.
@@ -127,9 +130,10 @@ class Anatomy:
 
     Attributes:
         layers: qualified name of the list of layers.
-        kinds: calls of each kind of layer, in order.
+        kinds: for each kind of layer (layers with equal calls), its calls in order.
         kind: for each layer, the index of its kind in ``kinds``.
-        kept: bytes per position that a layer of each kind keeps without a compiler, without its experts.
+        kept: for each kind of layer, bytes per position that it keeps for the backward without ``torch.compile``,
+            experts excluded.
         before, after: calls before the layers and after them, without the head.
         head: facts about the head.
         numbers: number of elements of the layers' parameters that one token uses.
@@ -161,7 +165,7 @@ def anatomy(config: TransformersConfig, width: int) -> Anatomy:
     return found
 
 
-@lru_cache(maxsize=8)  # a plan asks for each of thousands of layouts; kept are numbers, not the model
+@lru_cache(maxsize=8)  # a plan asks for thousands of layouts; the cache holds numbers, not the model
 def _anatomy(config: str, width: int) -> Anatomy | D9dError:
     """Calls of a model, or the error of its examination, which is cached too because it takes as long to find."""
     try:
@@ -169,14 +173,14 @@ def _anatomy(config: str, width: int) -> Anatomy | D9dError:
             model = build(TransformersConfig.model_validate_json(config), Stage())
             return _Examination(model.to(_DTYPES[width])).anatomy()
     except D9dError as error:
-        return error.with_traceback(None)  # which holds the model
+        return error.with_traceback(None)  # the traceback would keep the model
 
 
 class _Examination:
     """Forward of a whole model on the meta device, with hooks on the modules whose calls have a cost.
 
     Args:
-        model: all stages of the model.
+        model: the whole model, not one pipeline stage.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -186,7 +190,7 @@ class _Examination:
         self._numbers: dict[str, dict[int, int]] = {}
         self._given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # layer -> its arguments
         self._before = 0
-        self._alive: list[Any] = []  # memory of another tensor could get the id of a freed one
+        self._alive: list[Any] = []  # kept, because new memory could get the id of freed memory
 
     def anatomy(self) -> Anatomy:
         """Run the forward, and return its calls as an :class:`Anatomy`."""
@@ -256,7 +260,7 @@ class _Examination:
         return any(path.startswith(f"{mixer}.") for mixer in self._structure.mixers)
 
     def _scope(self, path: str) -> tuple[str, str]:
-        """Layer of a module and the module's name in it; outside of layers an empty text and the qualified name."""
+        """Name of a module's layer, and the module's name in it; outside of layers, "" and the qualified name."""
         inside = path.removeprefix(f"{self._structure.layers}.")
         if inside == path:
             return "", f"{self._model.base_name}.{path}"
@@ -264,7 +268,7 @@ class _Examination:
         return f"{self._structure.layers}.{index}", name
 
     def _part(self, path: str) -> bool:
-        """Whether a module is inside a part of a layer, such as attention."""
+        """Whether a module is nested in a sub-module of a layer, such as ``q_proj`` in a layer's ``self_attn``."""
         layer, name = self._scope(path)
         return bool(layer) and "." in name
 
@@ -340,7 +344,10 @@ class _Examination:
         return "idle" if inside else "other"
 
     def _style(self, path: str) -> TensorStyle | None:
-        """Tensor-parallel style of a module or of the module around it; ``None`` without a style in a split part."""
+        """Tensor-parallel style of a module, or of a module around it.
+
+        ``None`` for a module without a style inside a module that is split.
+        """
         styles, around = self._model.styles, path
         while around:
             if around in styles.model:
@@ -419,7 +426,7 @@ def _measured(path: str, module: nn.Module, args: tuple[Any, ...], keywords: Map
         BuildError: the forward of the module fails.
     """
     given = tuple(_leaf(value) for value in args), {name: _leaf(value) for name, value in keywords.items()}
-    # Kept anyway: inputs, some of them shared by all layers, and weights.
+    # Memory that exists without this module's backward, so it is not counted: inputs, parameters and buffers.
     anyway = [*_tensors(given), *module.parameters(), *module.buffers()]
     saved: dict[int, Any] = {}
 
@@ -444,7 +451,7 @@ def _measured(path: str, module: nn.Module, args: tuple[Any, ...], keywords: Map
 
 
 def _leaf(value: Any) -> Any:
-    """Copy of an argument that requires a gradient, if the argument is a tensor of hidden states."""
+    """Copy of an argument that requires a gradient, if the argument is a floating-point tensor."""
     is_hidden = isinstance(value, Tensor) and value.is_floating_point()
     return torch.empty_like(value).requires_grad_() if is_hidden else value
 

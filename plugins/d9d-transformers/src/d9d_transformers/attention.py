@@ -25,18 +25,18 @@ from d9d_transformers.library import ATTENTION, EXAMINED, MASKED, library
 
 #: Name of the core in an attention module.
 CORE = "d9d_core"
-#: Keyword of the forward with documents or masks.
+#: Keyword by which the model's forward passes documents or masks on to attention.
 DOCUMENTS = "d9d_documents"
-#: Keyword of an attention with learned sinks, [N].
+#: Keyword by which models pass learned sinks [N] (one logit per head that takes part in the softmax) to attention.
 SINKS = "s_aux"
 #: Keywords that models pass to their attention, and that do not change it.
 _IRRELEVANT = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions", "cache_position"})
 _KNOWN = _IRRELEVANT | {"sliding_window", "softcap", SINKS, DOCUMENTS}
 #: Attribute of a mask on the meta device: the window that the mask computes.
 _WINDOW = "d9d_window"
-#: Positions of queries at which a mask is evaluated: beyond the windows of all known models.
+#: Positions of queries at which a mask is evaluated: farther from the start than any known model's window.
 _FAR = (2**20, 2**20 - 12_345, 2**19 + 1)
-#: Keys after a query's own position at which a mask is evaluated.
+#: Number of keys after a query's own position at which a mask is evaluated, to see whether it is causal.
 _LATER = 8
 
 
@@ -77,9 +77,9 @@ class AttentionCall:
         scaling: Any,
         keywords: Mapping[str, Any],
     ) -> AttentionCall:
-        """Read the arguments of a call; the mask states the window, because eager attention ignores the keyword."""
+        """Read the arguments of a call; a mask, if there is one, decides the window instead of ``sliding_window``."""
         others = [name for name, given in keywords.items() if given is not None and name not in _KNOWN]
-        if not getattr(module, "is_causal", True):  # some models make a causal mask as well, which sdpa ignores
+        if not getattr(module, "is_causal", True):  # refused even if the model makes a causal mask, which sdpa ignores
             others.append("is_causal=False")
         window = keywords.get("sliding_window")
         if mask is not None:
@@ -142,7 +142,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute attention by the module's core, in the signature of transformers.
 
-    The core has heads of one size: shorter queries and keys, or values, are padded with zeros, which change no result.
+    The core needs heads of one size for queries, keys and values, so the shorter of them are padded with zeros, which
+    change no result.
 
     Args:
         module: attention module with a core in ``d9d_core``.
@@ -200,7 +201,8 @@ def record(
         attention_mask: result of :func:`mask_on_meta`, or ``None`` without masks.
         scaling: factor of the scores; ``None`` for D ** -0.5.
         dropout: zero.
-        keywords: the dict from attention modules to :class:`AttentionCall`, and keywords of the model.
+        keywords: keywords of the model; in place of documents, the dict from attention modules to
+            :class:`AttentionCall` to which the call is added.
 
     Returns:
         Tensor of the attention's shape, [B, S, N, E], and no attention weights.

@@ -25,9 +25,8 @@ from d9d_transformers.routers import RouterFacts, scores_of
 class Balance(BalancedRouter):
     """Balance of the experts of one layer, whose router is the router of transformers.
 
-    The scores of all experts are computed again from the hidden states and the router's matrix, with gradients to the
-    hidden states and the matrix.
-    The selection bias is transformers' own buffer, in float32.
+    The scores of all experts are computed again from the hidden states and the router's matrix, with gradients to both.
+    The selection bias is transformers' own buffer, converted to float32.
 
     Args:
         experts: E.
@@ -82,11 +81,11 @@ class Balance(BalancedRouter):
         self.reset_buffers()
 
     def see_sequence(self, share: SequenceShare) -> None:
-        """Get only this rank's positions under ``tp``; every rank computes losses and tallies of all positions."""
+        """Expect only this rank's positions under ``tp``; every rank computes losses and tallies of all positions."""
         self._share = share
 
     def see_context(self, share: ContextShare) -> None:
-        """Get only this rank's positions under ``cp``; losses cover all positions, tallies only this rank's."""
+        """Expect only this rank's positions under ``cp``; losses cover all positions, tallies only this rank's."""
         self._context = share
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:
@@ -143,6 +142,6 @@ class Balance(BalancedRouter):
         router: Any = self._router[0]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         bias = getattr(router, "bias", None)
-        # The type meta has no autocast.
+        # The meta device has no autocast.
         with nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.to(wide), router.weight.to(wide), None if bias is None else bias.to(wide))

@@ -17,11 +17,11 @@ from d9d_transformers.library import activations, native_config, native_model
 from d9d_transformers.mixing import parts_of
 from d9d_transformers.model import TransformersModel
 
-#: Rotary positions whose angles depend on the longest sample of a batch.
+#: Types of rotary positions whose angles depend on the longest sample of a batch.
 _OF_BATCHES = frozenset({"dynamic", "longrope"})
-#: Fields with the name of an activation function.
+#: Names of config fields that hold the name of an activation function.
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
-#: Parts of names of fields that switch on random numbers in training.
+#: Texts in the names of config fields that switch on random numbers in training.
 _RANDOM = ("dropout", "pdrop", "jitter")
 
 
@@ -48,7 +48,7 @@ def build(config: TransformersConfig, stage: Stage) -> TransformersModel:
 
 
 def _check_fields(known: Any) -> None:
-    """Check that a config asks for no computation that depends on the layout or on other samples of a batch.
+    """Check that a config asks for no computation that depends on how a batch is divided over microbatches and ranks.
 
     Raises:
         BuildError: the config has such rotary positions, dropout that draws random numbers, or an activation function

@@ -10,7 +10,7 @@ from d9d_moe.balancing.config import Balancing
 from d9d_nn.heads.config import CausalLMHeadConfig
 from pydantic import JsonValue, field_validator
 
-#: Fields of config.json about a file or a program, not about the model.
+#: Fields of config.json that describe files or the program that wrote them, not the model.
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 _LAYERS, _HEADS, _GROUPS = "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
 _LAYERS_OF_EXAMPLE = 4
@@ -24,12 +24,13 @@ TINY: Mapping[str, int] = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 8, "vocab_size": 128,
     "n_embd": 32, "n_layer": 2, "n_head": 4,
 }  # fmt: skip
-#: Sizes that every model has at least one of.
+#: Sizes that must be at least 1.
 _POSITIVE = ("hidden_size", "vocab_size", _LAYERS, _HEADS, _GROUPS)
 _LFM2: dict[str, JsonValue] = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
-#: Types -> fields of an example whose defaults in transformers leave out a kind of layer of the published models.
+#: Model type -> fields that an example config needs, because with transformers' defaults it would lack a kind of layer
+#: that published models have.
 _KINDS: Mapping[str, dict[str, JsonValue]] = {"lfm2": _LFM2, "lfm2_moe": _LFM2}
-#: Fields of config.json that state what d9d cannot train, and why.
+#: Field of config.json that makes d9d refuse a model if it is set -> reason.
 _REFUSED = {
     "quantization_config": "quantized weights cannot be trained; use the weights that they were made from",
     "is_encoder_decoder": "d9d trains decoders; the model has an encoder, too",
@@ -49,7 +50,7 @@ class TransformersConfig(ModelConfig):
     """Contents of config.json: model_type, and the fields of this type that differ from transformers' defaults."""
 
     container: str | None = None
-    """Type of a larger model, such as one of images and text, whose language model this is; other parts stay out."""
+    """Type of a larger model, such as one of images and text, of which only the language model is trained."""
 
     balancing: tuple[Balancing, ...] | None = None
     """Load balancing of experts, at most one of each kind: auxiliary_loss, z_loss, bias_update. An empty list only
@@ -91,7 +92,7 @@ class TransformersConfig(ModelConfig):
         """
         fields, known = {**self.config, **sizes}, self.sizes()
         if _GROUPS in sizes and known.get(_GROUPS) == known.get(_HEADS):
-            fields[_GROUPS] = sizes.get(_HEADS, known[_HEADS])  # a key for each query: some models have no other form
+            fields[_GROUPS] = sizes.get(_HEADS, known[_HEADS])  # some models need as many key as query heads
         before, after = self.sizes().get(_LAYERS), sizes.get(_LAYERS)
         if before is not None and after is not None:
             for name, value in self.config.items():
@@ -152,7 +153,7 @@ def example(model_type: str) -> TransformersConfig:
         elif isinstance(value, list) and len(value) == before:
             fields[name] = [value[index] for index in _kept(value, after)]
     fields |= {name: number for number, name in enumerate(_TOKENS) if name in known}
-    if "kv_lora_rank" in known and "num_key_value_heads" in known:  # latent keys become a head for each query head
+    if "kv_lora_rank" in known and "num_key_value_heads" in known:  # latents are expanded to a key head per query head
         fields["num_key_value_heads"] = TINY["num_attention_heads"]
     return TransformersConfig(config={"model_type": model_type, **fields, **_KINDS.get(model_type, {})})
 

@@ -33,7 +33,7 @@ _INDEX = "*"
 #: Names of a language model inside the files of a larger model, and of the model's own head.
 _INSIDE = ("language_model.model", "model.language_model", "model.text_model")
 _HEAD_INSIDE = "language_model"
-#: Pattern that each name matches.
+#: Regular expression, in a tuple, that matches every tensor name.
 _ANY = ("",)
 
 
@@ -42,13 +42,13 @@ class _Correspondence:
     """Correspondence of the tensors in files to d9d's tensors: mappers in four steps, and names.
 
     Attributes:
-        first: mappers from files to transformers' tensors in memory, or to their parts.
-        second: mappers from parts to transformers' tensors.
+        first: mappers from files to transformers' tensors in memory, or to pieces of these tensors.
+        second: mappers that join the pieces to transformers' tensors.
         third: mappers from transformers' tensors of experts to gate, up and down projections.
-        fourth: mappers from these projections to d9d's banks of experts.
+        fourth: mappers from these projections to d9d's stacked expert weights.
         base: name of the model without its head.
         head: name of the head.
-        tied: name of the head's weight and of the embedding's, if they are tied.
+        tied: names of the head's weight and of the embedding's weight, if they are tied.
         prefixes: mappers from names in files of larger models that contain this model.
         ignored: regular expressions of names in files that the model does not use.
         known: names of transformers' tensors in memory.
@@ -72,7 +72,7 @@ class _Correspondence:
         return mapper
 
     def add_banks(self, experts: str) -> None:
-        """Add mappers that split and transpose the tensors of an expert module into banks."""
+        """Add mappers that split and transpose an expert module's tensors into d9d's stacked expert weights."""
         halves = f"{experts}.gate", f"{experts}.up"
         self.third.append(Chunk(f"{experts}.{GATE_UP}", halves, dim=1))
         banks = dict(zip((*halves, f"{experts}.{DOWN}"), ("gate_proj", "up_proj", "down_proj"), strict=True))
@@ -199,7 +199,7 @@ def _merged(
 
 
 def _stored(name: str, renaming: Sequence[Any]) -> str:
-    """Name in files of a tensor, from its name in memory by the renamings in reverse order."""
+    """Name of a tensor in files, from its name in memory; applies the renamings backwards."""
     for transform in reversed(renaming):
         for source, target in zip(transform.source_patterns, transform.target_patterns, strict=True):
             name = name.replace(_plain(target), _plain(source))
@@ -207,7 +207,7 @@ def _stored(name: str, renaming: Sequence[Any]) -> str:
 
 
 def _plain(pattern: str) -> str:
-    """Text of a pattern without special characters other than the index.
+    """Convert a regular expression without special characters, except ``*`` for an expert's index, to its text.
 
     Raises:
         CheckpointError: the pattern has other special characters.

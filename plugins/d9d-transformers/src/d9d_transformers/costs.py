@@ -20,7 +20,7 @@ from d9d_transformers.anatomy import Anatomy, Call, anatomy
 from d9d_transformers.config import TransformersConfig
 from d9d_transformers.stages import layers_of
 
-#: Dimension of a weight that a style splits.
+#: Tensor-parallel style -> dimension of a weight that it splits.
 _CUTS = {TensorStyle.COLUMN: 0, TensorStyle.ROW: 1, TensorStyle.VOCAB: 0}
 
 
@@ -47,10 +47,10 @@ def stage_cost(config: TransformersConfig, stage: Stage, share: Share) -> StageC
 
 
 def _check(model: Anatomy, share: Share) -> None:
-    """Check that the ranks can share the model.
+    """Check that the model can be split over the ranks of ``tp``, ``cp`` and ``ep``.
 
     Raises:
-        BuildError: the ranks cannot share the model.
+        BuildError: it cannot.
     """
     tp, cp, ep = share.tensor, share.context, share.experts
     if share.length % (tp * cp):
@@ -65,7 +65,7 @@ def _check(model: Anatomy, share: Share) -> None:
     for call in calls:
         if call.kind == "experts" and (count := _experts(call)) % ep:
             raise BuildError(f"mesh.ep is {ep}, which does not divide {count} experts; choose a divisor")
-    for call in sorted(calls, key=lambda call: call.core is None):  # heads say more than features
+    for call in sorted(calls, key=lambda call: call.core is None):  # attention first: an error about heads is clearer
         _check_split(call, tp)
 
 
@@ -121,7 +121,7 @@ def _layer(model: Anatomy, kind: int, share: Share) -> BlockCost:
 
 
 def _unfused(model: Anatomy, kind: int, share: Share) -> Iterator[OpCost]:
-    """Cost of the tensors between the small kernels of transformers' norms and rotations; compiled code has none."""
+    """Cost of the intermediate tensors that transformers' norms and rotations write in eager mode; compiled: none."""
     if share.compiled:
         return
     whole = replace(share, tensor=1, context=1, experts=1)
@@ -185,7 +185,8 @@ def _exchanges(calls: Sequence[Call], features: int, share: Share) -> tuple[tupl
 def _site(call: Call) -> str | None:
     """Name of the module that exchanges hidden states over ``tp`` for a call.
 
-    The column-wise calls of a module share one exchange, and so do the gathered calls of a part of a layer.
+    The column-wise layers of a module share one exchange, and so do the gathered modules inside one sub-module of a
+    layer.
     """
     if call.style is TensorStyle.COLUMN:
         return call.path.rpartition(".")[0]
@@ -204,14 +205,14 @@ class _Ops:
     """Ops of the calls of a layer, or outside of layers, on one rank.
 
     Args:
-        share: share of the rank.
+        share: sizes of the rank's part of the work.
         calls: calls in the order of the forward.
 
     Attributes:
         ops: the ops.
         workspace: bytes at the peak of a feed-forward layer's backward, without hidden states.
-        numbers, expert_numbers: numbers of elements of parameters, and of experts' parameters.
-        kept_by_experts: bytes that experts keep.
+        numbers, expert_numbers: numbers of parameter elements outside of experts, and of experts.
+        kept_by_experts: bytes that experts keep for the backward.
     """
 
     def __init__(self, share: Share, calls: Sequence[Call]) -> None:
@@ -219,10 +220,10 @@ class _Ops:
         self.workspace, self.numbers, self.expert_numbers = 0.0, 0, 0
         self.kept_by_experts = 0.0
         self._share = share
-        self._kept: set[int] = set()  # tensors that earlier ops keep
-        self._made: set[int] = set()  # tensors that earlier calls made
-        self._pending = 0.0  # features of the last linear layers, which an activation may read
-        self._normed = 0.0  # features that norms in this part made, per position
+        self._kept: set[int] = set()  # numbers of the tensors that earlier ops keep for the backward
+        self._made: set[int] = set()  # numbers of the tensors that earlier calls returned
+        self._pending = 0.0  # output features of the last linear layers, which an activation may read
+        self._normed = 0.0  # number of features per position that norms of queries and keys have written so far
         for group in _grouped(calls):
             self._add(group)
             self._made |= {call.writes for call in group}
@@ -246,7 +247,7 @@ class _Ops:
             self.ops.append(OpCost(call.path, "memory", weights=self._weights(call)))
 
     def _tokens(self, call: Call) -> float:
-        """Positions that a module computes on this rank."""
+        """Number of positions that a module computes on this rank."""
         return self._share.tokens / (self._share.tensor if call.style is TensorStyle.SEQUENCE else 1)
 
     def _keeps(self, call: Call) -> bool:
@@ -344,7 +345,7 @@ class _Ops:
         """Add a module of another kind, with its measured cost."""
         rows, width, found = self._tokens(call), self._share.width, call.measured
         weights = self._weights(call)
-        # Weights of convolutions have three dimensions too, next to linear layers.
+        # Three dimensions also occur in convolutions; modules with convolutions have linear layers, too.
         grouped = any(len(weight.shape) == 3 for weight in weights) and not any(w.kind == "linear" for w in weights)
         kept = found.kept * rows
         self.workspace = max(self.workspace, kept)

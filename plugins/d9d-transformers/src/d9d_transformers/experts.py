@@ -1,8 +1,8 @@
 """Experts of transformers' models, computed by d9d's grouped products and dispatchers.
 
 transformers keeps the experts of a layer in two tensors: gate and up projections [E, 2 I, H], and down projections
-[E, H, I]. d9d keeps three banks of matrices [E, in, out], so that expert parallelism, LoRA and kernels work as in d9d's
-own models.
+[E, H, I]. d9d keeps three parameters of stacked matrices [E, in, out], so that expert parallelism, LoRA and kernels
+work as in d9d's own models.
 
 Shapes: T tokens, k experts of a token, E experts, H features, I features inside.
 """
@@ -26,7 +26,7 @@ from d9d_transformers.balance import Balance
 
 #: Names of transformers' parameters.
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-#: Name of the banks in a replaced module.
+#: Name of the child module that holds d9d's stacked expert weights in a replaced module.
 BANK = "bank"
 
 
@@ -41,7 +41,7 @@ class RoutedExperts(nn.Module):
 
     Attributes:
         dispatcher: dispatcher that sends tokens to experts; expert parallelism replaces it.
-        chosen: k, which a call on the meta device sets.
+        chosen: k; set by a call on the meta device.
         balance: balance of the experts; ``None`` without balancing.
     """
 
@@ -54,11 +54,11 @@ class RoutedExperts(nn.Module):
         self.balance: Balance | None = None
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
-        """Bank of all experts."""
+        """Module with the weights of all experts, by name."""
         return {BANK: self.bank}
 
     def unused_numbers(self) -> int:
-        """Number of elements of the parameters that one token does not use."""
+        """Number of parameter elements of the experts that a token does not use."""
         return sum(bank[0].numel() for bank in self.bank.parameters()) * (self.num_experts - self.chosen)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
@@ -119,7 +119,7 @@ def replace_experts(base: nn.Module, std: float) -> list[str]:
 
 
 def computes_swiglu(module: nn.Module) -> bool:
-    """Whether an expert module of transformers computes SwiGLU, tried with small weights on the CPU."""
+    """Whether an expert module of transformers computes SwiGLU; runs it with small random weights on the CPU."""
     tokens, hidden, inside, experts, chosen = 6, 5, 4, 3, 2
     with torch.device("cpu"), torch.no_grad():
         draws = torch.Generator().manual_seed(0)
@@ -137,5 +137,5 @@ def computes_swiglu(module: nn.Module) -> bool:
         small.num_experts, small.config = experts, SimpleNamespace(_experts_implementation="eager")
         try:
             return torch.allclose(small(*given), ours(*given), rtol=1e-4, atol=1e-5)
-        except Exception:  # a module that needs more than these attributes stays as it is
+        except Exception:  # a module that needs other attributes is not replaced
             return False

@@ -13,7 +13,7 @@ from d9d_transformers.experts import RoutedExperts
 
 
 def training_flops_per_token(config: TransformersConfig, sequence_length: int) -> float:
-    """Training FLOPs per token, forward and backward: 6 per element of a matrix, and 12 per score and feature.
+    """Training FLOPs per token, forward and backward: 6 per element of a matrix, 12 per attention score and feature.
 
     Scores are counted for all positions of a sequence, or of a window, without the causal half, as in Chowdhery et al.
     2022, "PaLM", appendix B.

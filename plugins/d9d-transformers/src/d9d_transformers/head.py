@@ -1,6 +1,6 @@
 """Head of a language model of transformers: its module, and the operations on hidden states and logits around it.
 
-Shapes: B samples, S positions, H features, V words of the vocabulary.
+Shapes: B samples, S positions, H features, V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Head:
 
     Attributes:
         name: name of the module.
-        embedding: name of the embedding, with the prefix of the model without its head.
+        embedding: qualified name of the embedding.
         features: H.
         vocabulary: V.
         std: standard deviation of the initial weights.
-        tied: whether the weight is the embedding's.
+        tied: whether the head shares the embedding's weight.
         scale: factor of the logits.
         softcap: soft cap of the logits; ``None`` for no cap.
     """
@@ -78,7 +78,7 @@ class Head:
 
 
 class _Outputs(dict[str, Tensor]):
-    """Outputs of a model without its head, which contain only hidden states."""
+    """Stand-in for the outputs of a model without its head; holds only the last hidden states."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name.startswith("__"):
@@ -108,7 +108,10 @@ class _Given(nn.Module):
 
 
 def measured(native: Any, name: str, output: nn.Linear) -> dict[str, Any]:
-    """Measure factor and soft cap of a head by a forward with random hidden states and random logits.
+    """Measure the factor and the soft cap of a head, by a forward with random hidden states and random logits.
+
+    Returns:
+        The fields ``scale`` and ``softcap`` of :class:`Head`.
 
     Raises:
         BuildError: the model does more to hidden states or logits than to multiply them by a number.

@@ -19,10 +19,10 @@ def _check_release(data: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
 
     Args:
         data: contents of ``config.json``.
-        fields: the part of it about the language model.
+        fields: the part of ``data`` about the language model.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: the installed release does not know a field.
     """
     from d9d_transformers.library import library, native_config, unknown_fields, written_by_newer
 
@@ -43,7 +43,7 @@ class TransformersFormat:
         return {**config.config, "dtype": dtype}
 
     def kept_fields(self, source: Mapping[str, Any], config: TransformersConfig) -> dict[str, Any]:  # noqa: ARG002
-        """Further fields of the source's ``config.json``: none, because the config has all of them."""
+        """Fields of the source's ``config.json`` to keep besides the config's: none, because the config has all."""
         return {}
 
     def config_from_json(self, data: Mapping[str, Any]) -> TransformersConfig:

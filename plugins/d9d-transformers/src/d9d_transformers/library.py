@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 #: Name under which transformers finds d9d's attention.
 ATTENTION = "d9d"
-#: Names of attentions that record how a model calls them: without masks, and with the masks that a model makes.
+#: Names of attention functions that record how a model calls them: without masks, and with the model's masks.
 EXAMINED, MASKED = "d9d_examined", "d9d_masked"
-#: Classes that find models with a language model inside, in order; releases have different ones.
+#: Auto classes that find models with a language model inside, in order of search; releases have different ones.
 _CONTAINERS = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
 #: Fields of a larger model's config that also hold for the language model inside it.
 _OF_FILES = ("quantization_config", "is_encoder_decoder")
-#: Name of an attention that mixes no tokens.
+#: Name of an attention function that mixes no tokens: it returns the value of each position.
 OWN_VALUE = "d9d_own_value"
 
 
@@ -76,7 +76,7 @@ def unknown_fields(config: Any, values: Mapping[str, Any]) -> list[str]:
 
 
 def written_by_newer(values: Mapping[str, Any]) -> str | None:
-    """Release of transformers that wrote a ``config.json``, if the installed one is older."""
+    """Release of transformers that wrote a ``config.json``, if it is newer than the installed one; else ``None``."""
     written, installed = (_release(text) for text in (values.get("transformers_version"), library().__version__))
     return str(values["transformers_version"]) if written > installed else None
 
@@ -98,7 +98,7 @@ def activations() -> frozenset[str]:
 
 
 def language_fields(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Contents of a ``config.json`` for the language model inside a larger model; ``None`` if there is none.
+    """Config fields of the language model inside the larger model of a ``config.json``; ``None`` if it has none.
 
     Raises:
         CheckpointError: the installed release has no such type, or refuses a value.

@@ -20,12 +20,13 @@ from d9d_transformers.library import OWN_VALUE, base_of, library, native_config,
 from d9d_transformers.routers import find_routers
 from d9d_transformers.structure import Parts, layer_list
 
-#: Positions of the small model's sample, and the one whose input changes.
+#: Number of positions of the small model's sample, and the position whose input is changed.
 _POSITIONS, _CHANGED = 12, 5
 _LAYERS = 4
-#: Largest difference, relative to the largest output: products by expert round in another order for another routing.
+#: Largest difference, relative to the largest output, that counts as rounding: with another routing, grouped products
+#: of experts sum in another order.
 _ROUNDING = 1e-5
-#: Largest number of parameters of the small model; most belong to words of the vocabulary.
+#: Largest number of parameters of the small model; most belong to the vocabulary.
 _LARGEST = 100_000_000
 
 
@@ -59,7 +60,7 @@ def _parts_of(config: str) -> Parts:
                     f"model.config: {path} of {kind} lets tokens change results at earlier positions, so d9d cannot "
                     "train it"
                 )
-            if reached[_CHANGED + 1 :].any():  # later modules get its output
+            if reached[_CHANGED + 1 :].any():  # the first such module mixes tokens; later ones may only read its output
                 part = path.removeprefix(prefix).removeprefix(".").partition(".")[0]
                 found.add(type(layer.get_submodule(part)).__name__)
                 break
@@ -67,9 +68,9 @@ def _parts_of(config: str) -> Parts:
 
 
 def _constants(base: nn.Module) -> dict[tuple[str, str], float]:
-    """Parameters and buffers that have the same number in all elements and modules of a class.
+    """Find parameters and buffers whose elements all have the same value, in all modules of a class.
 
-    Maps class and name of a tensor to this number.
+    Maps the class and the tensor's name to this value.
     """
     found: dict[tuple[str, str], set[float]] = {}
     for module in base.modules():
@@ -122,7 +123,7 @@ def _outputs(
 
     Args:
         base: model without its head.
-        layers: names of the layers.
+        layers: the layers.
         given: hidden states that replace the input of a layer, by layer.
     """
     found: dict[str, Tensor] = {}

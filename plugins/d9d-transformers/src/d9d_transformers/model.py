@@ -1,6 +1,6 @@
 """Model of transformers, whole or as one pipeline stage.
 
-Shapes: B samples, S positions, H features, V words of the vocabulary.
+Shapes: B samples, S positions, H features, V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class TransformersModel(nn.Module):
         balancing: balancers of the routers; ``None`` if routers are not observed.
 
     Attributes:
-        base_name: name of the part without the head.
+        base_name: name of the module that is the model without its head.
         head_facts: facts about the head.
-        structure: parts of the model without its head, of all stages.
-        styles: tensor-parallel styles of these parts.
+        structure: structure of the model without its head, of all stages.
+        styles: tensor-parallel styles of its modules.
         layer_numbers: number of elements of the parameters of all stages' layers that one token uses.
         layer_indices: layers of the stage.
 
@@ -172,7 +172,7 @@ class TransformersModel(nn.Module):
                 raise ValueError(
                     f"a sample has several documents, whose tokens {mixers[0]} would mix; use unpacked data"
                 )
-            documents = None  # marks padding, which comes last and changes no earlier position
+            documents = None  # they mark only padding, which comes last and changes no earlier position
         given = tokens if self.stage.is_first else hidden
         if given is None:
             what = "tokens" if self.stage.is_first else "hidden, returned by the previous stage"
@@ -219,16 +219,16 @@ class TransformersModel(nn.Module):
 
 
 class _Initialisation:
-    """Initialisation of a module's own parameters and buffers by the rules of its model.
+    """Initialisation of a module's own parameters and buffers by the rules of its model (``_init_weights``).
 
-    As in transformers, the rule of the containing module comes after the module's own rule. The rule of a containing
-    module may initialise a projection in another way, or be the only rule for a router.
+    As in transformers, the rule for the containing module runs after the rule for the module itself: it may initialise
+    a projection in another way, or be the only rule for a router.
 
     Args:
         base: model without its head.
         module: the module.
         parent: module of the same layer that contains it; ``None`` if there is none.
-        constants: numbers of tensors that no rule initialises, by class of the module and name of the tensor.
+        constants: initial value of tensors that no rule initialises, by class of the module and name of the tensor.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class _Initialisation:
         """Initialise the module's parameters and buffers.
 
         Raises:
-            BuildError: the rules leave out a tensor, whose values only the constructor knows.
+            BuildError: no rule initialises a tensor, and its initial value is unknown.
         """
         kind = type(self._module).__name__
         own = dict([*self._module.named_parameters(recurse=False), *self._module.named_buffers(recurse=False)])
@@ -285,7 +285,7 @@ class _Initialisation:
 
 
 def _used_numbers(layers: nn.Module) -> int:
-    """Number of elements of the parameters that one token uses, which includes only the experts of the token."""
+    """Number of parameter elements that one token uses; of experts, only the experts of the token count."""
     unused = sum(module.unused_numbers() for module in layers.modules() if isinstance(module, RoutedExperts))
     return sum(parameter.numel() for parameter in layers.parameters()) - unused
 

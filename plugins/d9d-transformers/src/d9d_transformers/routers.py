@@ -2,7 +2,7 @@
 
 A router of transformers passes only the chosen experts of each token and their weights. Losses that balance the load
 also need the scores of all experts, which are a function of the hidden states and one matrix. This module finds the
-matrix and the function in a small model: for them, the weights of each token are a multiple of its experts' scores.
+matrix and the function in a small model: they fit if each token's weights are a multiple of its experts' scores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-#: Added to an expert's selection bias: more than any score.
+#: Number that is added to an expert's selection bias; larger than any score.
 _LARGE = 100.0
 
 
@@ -96,7 +96,7 @@ def _calls(base: nn.Module, run: Callable[[], object]) -> dict[str, ExpertsCall]
 def _matches(
     parent: nn.Module, experts: nn.Module, call: ExpertsCall
 ) -> Iterator[tuple[str, Literal["softmax", "sigmoid"]]]:
-    """Yield matrices and functions that fit a call: its weights are multiples of their scores."""
+    """Yield pairs of matrix and function that fit a call: its weights are a multiple of the pair's scores."""
     inside = set(experts.modules())
     for name, module in parent.named_modules():
         weight = getattr(module, "weight", None)
@@ -113,7 +113,7 @@ def _matches(
 
 
 def _bias(base: nn.Module, path: str, call: ExpertsCall, router: str, run: Callable[[], object]) -> str | None:
-    """Name of the selection bias: a large entry of this tensor makes every token choose the entry's expert."""
+    """Find the name of the selection bias: if one of its entries is large, every token chooses that entry's expert."""
     experts, parent = base.get_submodule(path), base.get_submodule(path.rpartition(".")[0])
     inside = {id(tensor) for tensor in (*experts.parameters(), *experts.buffers())}
     count = int(getattr(experts, "num_experts", call.index.max() + 1))

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from d9d_transformers.head import Head
 from d9d_transformers.structure import Structure
 
-#: Cost of an embedding in a step, as a fraction of a head's; see :mod:`d9d_nn.decoder.stages`.
+#: Cost of an embedding in a step divided by the cost of a head; see :mod:`d9d_nn.decoder.stages`.
 _EMBEDDING_PER_HEAD = 1 / 16
 
 
 class AbsentLayer(nn.Module):
     """Stand-in for a layer of another pipeline stage: returns its input, or the tensor given to :meth:`hand`.
 
-    It has the attributes of the layer that are texts and numbers, by which models choose masks and rotations.
+    It has the layer's attributes that are texts or numbers, because models choose masks and rotations by them.
 
     Args:
         layer: layer of another stage.
@@ -68,7 +68,7 @@ def layers_of(count: int, numbers: int, head: Head, stage: Stage) -> range:
 
     Args:
         count: number of layers of the whole model.
-        numbers: number of elements of the layers' parameters that one token uses.
+        numbers: number of parameter elements of all layers that one token uses.
         head: facts about the head.
         stage: pipeline stage.
 

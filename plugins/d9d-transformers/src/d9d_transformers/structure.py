@@ -20,7 +20,7 @@ _POSITIONS = 16
 
 @dataclass(frozen=True)
 class Structure:
-    """Parts of a model without its head, by name.
+    """Structure of a model without its head: names of its modules by their role.
 
     Attributes:
         layers: name of the list of layers.
@@ -29,7 +29,7 @@ class Structure:
         after: modules with parameters that run after the layers, in order.
         outputs: number of values that a layer returns in a tuple, hidden states first; ``None`` for a tensor.
         attention: facts about the calls of each attention module, by name.
-        mixers: parts of layers that mix tokens by something other than attention.
+        mixers: names of layers, or of their sub-modules, that mix tokens by something other than attention.
     """
 
     layers: str
@@ -46,11 +46,10 @@ class Parts:
     """Facts about the classes of a model's modules.
 
     Attributes:
-        mixers: classes of layers or of their parts that mix tokens by something other than attention; empty for most
-            models.
-        others: classes of layers or of their parts that do not mix tokens.
-        constants: by class and name of a parameter or buffer, the number that all its elements have initially, if all
-            have the same.
+        mixers: classes of layers or of their sub-modules that mix tokens by something other than attention; empty for
+            most models.
+        others: classes of layers or of their sub-modules that do not mix tokens.
+        constants: by class and name of a parameter or buffer, the initial value of all its elements, if they are equal.
         routers: facts about routers, by the class of the module that contains the experts, if the router is known.
     """
 
@@ -69,8 +68,8 @@ def examine(base: Any, parts: Parts) -> Structure:
 
     Raises:
         BuildError: d9d cannot train the model: it has no list of layers that map a tensor to a tensor, its forward
-            fails on the meta device, the parameters of a module are used without a call of the module, or nothing is
-            known about a part of a layer.
+            fails on the meta device, the parameters of a module are used without a call of the module, or it is unknown
+            whether a sub-module of a layer mixes tokens.
     """
     name, layers = layer_list(base)
     names: dict[nn.Parameter, str] = {}
@@ -106,7 +105,7 @@ def examine(base: Any, parts: Parts) -> Structure:
 
 
 def _mixing(base: Any, layers: Sequence[str], parts: Parts, attention: Collection[str]) -> Iterator[str]:
-    """Names of layers, and of their parts, that mix tokens by something other than attention."""
+    """Yield the names of layers, and of their sub-modules, that mix tokens by something other than attention."""
     for layer in layers:
         module = base.get_submodule(layer)
         for path, part in ((layer, module), *((f"{layer}.{name}", child) for name, child in module.named_children())):
@@ -145,7 +144,10 @@ def with_parameters(base: nn.Module) -> list[str]:
 def _traced(
     base: Any, watched: Sequence[str]
 ) -> tuple[list[str], Mapping[str, int | None], Mapping[str, AttentionCall]]:
-    """Calls of the watched modules in order, sizes of returned tuples, and calls of attention without masks."""
+    """Names of the watched modules in the order of their calls, sizes of returned tuples, and calls of attention.
+
+    Attention is called without masks.
+    """
     order: list[str] = []
     outputs: dict[str, int | None] = {}
 
@@ -173,7 +175,7 @@ def _traced(
 
 def masked_calls(base: Any) -> Mapping[str, AttentionCall]:
     """Calls of attention modules with the masks that the model makes."""
-    # With a mask of padding, transformers does not search positions for documents, which would need their values.
+    # A padding mask is given, because without one transformers would search for documents in the values of positions.
     ones = torch.ones(1, _POSITIONS, dtype=torch.int64, device="meta").as_subclass(_Ones)
     return _calls(base, MASKED, attention_mask=ones)
 

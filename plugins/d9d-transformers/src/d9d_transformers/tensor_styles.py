@@ -1,9 +1,9 @@
 """Tensor parallelism of a model of transformers: styles of modules, from its own plan.
 
-transformers names a style for each matrix (``base_model_tp_plan``). Its plan keeps the whole sequence on each rank; d9d
-splits the sequence between the parts of a layer. A part has replicated weights if the plan does not split it, or splits
-it by a style that d9d does not have: attention then gathers the positions, and other parts compute each position
-separately.
+transformers names a style for each matrix (``base_model_tp_plan``). Its plan keeps the whole sequence on each rank; in
+d9d, each rank has only its positions of the sequence outside of the split sub-modules of a layer (attention, MLP). A
+sub-module has replicated weights if the plan does not split it, or splits it by a style that d9d does not have:
+attention then gathers the positions, and other sub-modules compute each position separately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from d9d_transformers.structure import Structure, with_parameters
 
-#: Styles of transformers -> d9d's.
+#: Style of transformers -> style of d9d.
 _STYLES = {
     "colwise": TensorStyle.COLUMN,
     "rowwise": TensorStyle.ROW,
@@ -33,8 +33,8 @@ class Styles:
     """Styles of a model without its head.
 
     Attributes:
-        model: styles of modules outside of split parts, by name.
-        owners: for each module with split matrices, the styles of these by their names within the module.
+        model: styles of the modules that are not inside a module with split matrices, by name.
+        owners: for each module with split matrices, the style of each matrix by its name within the module.
         refusal: reason why the model cannot be split; ``None`` if it can.
     """
 
@@ -58,7 +58,7 @@ def styles_of(base: Any, structure: Structure) -> Styles:
         else:
             found.refusal = f"{path} runs before the layers, and is not an embedding"
     for part, paths in parts.items():
-        is_layer = part.count(".") == structure.layers.count(".") + 1  # its own parameters, next to its parts
+        is_layer = part.count(".") == structure.layers.count(".") + 1  # parameters of the layer itself
         mixing = (*structure.attention, *structure.mixers)
         attends = not is_layer and any(f"{path}.".startswith(f"{part}.") for path in mixing)
         styles = {path: _STYLES.get(_planned(plan, path)) for path in paths}
@@ -98,7 +98,7 @@ def check_splittable(styles: Styles) -> None:
 
 
 def _part(path: str, layers: str) -> str:
-    """Name of the part of a layer that contains a module: ``layers.0.mlp`` of ``layers.0.mlp.up_proj``."""
+    """Name of the sub-module of a layer that contains a module: ``layers.0.mlp`` of ``layers.0.mlp.up_proj``."""
     return ".".join(path.split(".")[: layers.count(".") + 3])
 
 

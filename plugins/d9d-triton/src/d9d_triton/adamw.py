@@ -1,7 +1,7 @@
 """Backends of ``adamw`` and ``stochastic_adamw``: one launch updates all tensors of a group.
 
 A step reads each gradient once, and reads and writes weights and moments once. Gradient clipping, weight decay, the
-gate and the rounding happen in the same pass, so the lower bound of the time is these bytes over the memory bandwidth.
+gate and the rounding happen in the same pass, so these bytes divided by the memory bandwidth bound the time from below.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from d9d_triton.support import interpreted
 if TYPE_CHECKING:
     from d9d_optim.optimizer.base import Batch
 
-#: Elements of one program. On an H200 this size reaches 4.1 TB/s; 4096 with 8 warps reaches 3.7 (float32) or 2.8
-#: (rounding).
+#: Number of elements that one program updates. On an H200, 1,024 with 4 warps reach 4.1 TB/s; 4,096 with 8 warps reach
+#: 3.7 (float32) or 2.8 (stochastic rounding).
 _BLOCK = 1024
 _WARPS = 4
 #: Block size for Triton's interpreter, which takes milliseconds for each program, whatever it computes.
 _BLOCK_INTERPRETED = 1 << 16
 #: Number of step counts that one program increments.
 _COUNTS = 128
-#: Bytes that a base address must be a multiple of for wide loads.
+#: Alignment of base addresses, in bytes, that wide loads need.
 _ALIGNMENT = 16
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -47,7 +47,7 @@ def build_stochastic(_signature: OpSignature) -> Callable[..., None]:
 
 
 class FusedAdamW:
-    """AdamW step of a batch of tensors by Triton; caches tables of the first block of each tensor.
+    """AdamW step of a batch of tensors by Triton; caches tables that assign blocks of tensors to programs.
 
     Args:
         stochastic: whether to round bfloat16 weights and moments stochastically. The batch then has the slot
@@ -67,7 +67,7 @@ class FusedAdamW:
         eps: float,
         starts: Sequence[Tensor] | None = None,
     ) -> None:
-        """Update parameters, moments, step counts and generators in place, where the gate is true.
+        """Update parameters, moments, step counts and generators in place, if the gate is true.
 
         Args:
             batch: tensors of a group, of any dtypes.
@@ -78,7 +78,7 @@ class FusedAdamW:
         """
         columns = [batch.params, batch.grads, batch.slots["exp_avg"], batch.slots["exp_avg_sq"], batch.slots["step"]]
         lower = batch.slots.get("lower_bits")
-        # Tensors of a row that have the parameter's shape.
+        # Indices, in a row, of the tensors that have the parameter's shape.
         large = [*range(_LARGE), *([] if lower is None else [len(columns)])]
         columns += [] if lower is None else [lower]
         if self._stochastic:
@@ -116,8 +116,8 @@ class FusedAdamW:
         """Update the tensors of a group that have equal dtypes and alignment, in one launch."""
         device = rows[0][0].device
         sizes = tuple(row[0].numel() for row in rows)
-        # Gradients have other addresses in each step. The table is in pinned memory, so that its copy does not block
-        # the host.
+        # A new table in each step, because gradients get new addresses. It is in pinned memory, so that its copy to the
+        # device does not block the host.
         table = torch.tensor(
             [*zip(*([tensor.data_ptr() for tensor in row] for row in rows), strict=True), sizes],
             dtype=torch.int64,

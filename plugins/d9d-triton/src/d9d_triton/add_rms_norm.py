@@ -27,7 +27,7 @@ def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
 def add_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add and RMSNorm by Triton, see :func:`d9d_nn.ops.add_rms_norm.add_rms_norm`; the sum is rounded before its norm.
+    """Addition and RMSNorm by Triton, see :func:`d9d_nn.ops.add_rms_norm.add_rms_norm`; the norm is of the rounded sum.
 
     Args:
         x: [..., D], of any strides.
@@ -82,7 +82,7 @@ class _AddRmsNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         total, weight = ctx.saved_tensors
         of_x, of_added, of_weight, *_ = ctx.needs_input_grad
-        # ``added`` may have a narrower dtype than the residual stream: products under autocast do.
+        # ``added`` may have a narrower dtype than the residual stream, such as the output of a product under autocast.
         narrow = ctx.dtypes[1] if of_added and ctx.dtypes[1] != total.dtype else None
         of_total, of_narrow, grad_weight = residual, residual, None
         if grad is not None:

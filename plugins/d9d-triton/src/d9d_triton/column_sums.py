@@ -9,8 +9,8 @@ from torch import Tensor
 from d9d_triton.kernels.column_sums import add_up
 from d9d_triton.launch import OPTIONS
 
-#: Rows that a program adds in parallel, and its columns: few, so that there are enough programs for the
-#: multiprocessors.
+#: Number of rows that a program adds in parallel, and number of its columns: few columns, so that there are enough
+#: programs for all multiprocessors.
 _ROWS, _COLUMNS = 128, 16
 
 

@@ -16,7 +16,7 @@ from d9d_triton.kernels.gradient_power import add_squares
 from d9d_triton.launch import OPTIONS, Blocks, check_floats, on_device
 from d9d_triton.support import interpreted
 
-#: Elements that a program loads at once, and the number of such loads.
+#: Number of elements that a program loads at once, and number of its loads.
 _BLOCK, _PARTS = 4096, 4
 #: Block size for Triton's interpreter, which takes milliseconds for each program, whatever it computes.
 _BLOCK_INTERPRETED = 1 << 14
@@ -31,7 +31,7 @@ def build(_signature: OpSignature) -> Callable[[Sequence[Tensor], torch.device],
 
 
 class SumOfSquares:
-    """Sum of squares of tensors by Triton; caches tables of the first block of each tensor."""
+    """Sum of squares of tensors by Triton; caches tables that assign blocks of tensors to programs."""
 
     def __init__(self) -> None:
         self._block = _BLOCK_INTERPRETED if interpreted() else _BLOCK
@@ -60,10 +60,10 @@ class SumOfSquares:
         return torch.cat(parts).sum(dtype=torch.float64)
 
     def _sums(self, tensors: list[Tensor], *, aligned: bool) -> Tensor:
-        """Sum of squares of each program, float32, for tensors of one dtype."""
+        """Sums of squares, float32, one per program, for tensors of one dtype."""
         device, sizes = tensors[0].device, tuple(tensor.numel() for tensor in tensors)
-        # Gradients have other addresses in each step. The table is in pinned memory, so that its copy does not block
-        # the host.
+        # A new table in each call, because gradients get new addresses. It is in pinned memory, so that its copy to the
+        # device does not block the host.
         table = torch.tensor(
             [[tensor.data_ptr() for tensor in tensors], sizes], dtype=torch.int64, pin_memory=device.type == "cuda"
         ).to(device, non_blocking=True)

@@ -14,13 +14,13 @@ from d9d_triton import support
 
 #: Dtypes that the kernels read; they compute in float32.
 FLOATS = tuple(getattr(torch, name) for name in support.FLOATS)
-#: Compiler options. Triton's default for fused multiply-add depends on its version.
+#: Compiler options: fused multiply-add is set, because Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
 #: Threads in a warp.
 WARP = 32
 #: Programs per multiprocessor for a kernel that loops over its work: enough to hide the latency of loads.
 _PROGRAMS_EACH = 4
-#: Number of multiprocessors to assume without a GPU, where Triton's interpreter runs one program after the other.
+#: Number of programs without a GPU, where Triton's interpreter runs one program after the other.
 _MULTIPROCESSORS_INTERPRETED = 2
 #: Number of cached tables. In most jobs, the tensor sizes of a group are the same in each step.
 _TABLES = 32

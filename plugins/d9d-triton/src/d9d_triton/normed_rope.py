@@ -22,9 +22,9 @@ from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.normed_rope import differentiate, norm_and_rotate
 from d9d_triton.launch import OPTIONS, WARP, check_floats, empty_like, on_device, persistent_programs
 
-#: Warps of a program, and feature pairs of each thread: as many 16-bit values as it loads at once.
+#: Number of warps of a program, and of feature pairs of each thread: as many 16-bit values as a thread loads at once.
 _WARPS, _PAIRS_EACH = 2, 8
-#: Programs of the backward per multiprocessor: as many as fit into its registers.
+#: Number of the backward's programs per multiprocessor: as many as fit into its registers.
 _PROGRAMS_EACH = 8
 #: Largest number of heads of a program; its code is unrolled over the heads.
 _HEADS = 4

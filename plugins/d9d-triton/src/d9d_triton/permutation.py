@@ -1,8 +1,9 @@
 """Backends of the ops ``permute`` and ``unpermute``: copy tokens to the rows of their experts, and sum the rows.
 
-Summing a token's rows with their weights is one pass; so is its backward, for rows and weights together. Sums run over
-the choices of a token in a fixed order, so the same input gives the same bits. Where each choice has its own row, as
-without expert parallelism, the copy kernel reads each token once; otherwise torch's ``index_select`` copies row by row.
+Summing a token's rows with their weights is one pass over memory; so is its backward, for rows and weights together.
+Sums run over the choices of a token in a fixed order, so the same input gives the same bits. If each choice has its own
+row, as without expert parallelism, the copy kernel reads each token once; otherwise torch's ``index_select`` copies row
+by row.
 
 Shapes: T tokens, H features, k choices of each token, R rows; for slots and places see the reference implementations
 (:mod:`d9d_moe.dispatch.permutation`).
@@ -21,7 +22,7 @@ from torch import Tensor
 from d9d_triton.kernels.permutation import copy_to_rows, differentiate, sum_rows
 from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
 
-#: Features of one program of copies and sums; elements of one tile of the backward (choices times features).
+#: Number of features that a program copies or sums; number of elements of a backward's tile (choices x features).
 _BLOCK, _TILE = 1024, 4096
 
 
@@ -40,8 +41,8 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
 
     Args:
         tokens: [T, H], of any strides.
-        slots: int64 [R].
-        places: int64 [T, k].
+        slots: int64 [R], choice of each row, ``token * k + choice``.
+        places: int64 [T, k], row of each choice.
         absent: whether some choices may have no row.
 
     Returns:
@@ -61,10 +62,10 @@ def unpermute(
 
     Args:
         rows: [R, H], of any strides.
-        slots: int64 [R]; not used with weights.
-        places: int64 [T, k].
-        weights: [T, k].
-        absent: whether some choices may have no row. With weights, rows that no place refers to get zero gradients.
+        slots: int64 [R], choice of each row; not used with weights.
+        places: int64 [T, k], row of each choice.
+        weights: [T, k], factor of each choice's row; ``None`` for 1.
+        absent: whether some choices may have no row. With weights, rows of no choice get zero gradients.
 
     Returns:
         [T, H] in the dtype of ``rows``.

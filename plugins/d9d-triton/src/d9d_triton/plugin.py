@@ -13,7 +13,7 @@ _TRITON = frozenset({"import:triton"})
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends named ``triton`` of d9d's ops, and variants such as ``triton_sum``."""
+    """Declare the backends ``triton`` of d9d's ops, and variants such as ``triton_sum``."""
     by_itself = "by itself on CUDA where nothing compiles it"
     for op, supports, build, summary in (
         (

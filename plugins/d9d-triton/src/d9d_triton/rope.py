@@ -19,7 +19,7 @@ from torch import Tensor
 from d9d_triton.kernels.rope import rotate
 from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
 
-#: Feature pairs of queries, and of keys, that a program rotates.
+#: Number of feature pairs of queries, and also of keys, that a program rotates.
 _PAIRS = 2048
 
 

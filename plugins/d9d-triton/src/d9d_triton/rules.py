@@ -14,7 +14,7 @@ from d9d_core.kernel import Decision, OpSignature
 
 from d9d_triton.support import PRIORITY, decide
 
-#: Priority of a kernel that is used only by name: the reference also has priority 0 and is preferred.
+#: Priority of a kernel that is used only if a job names it: the reference also has priority 0 and is preferred.
 BY_NAME = 0
 
 
@@ -78,7 +78,8 @@ RULES: Mapping[str, Rule] = {
         compiled=(BY_NAME, "inductor fuses the passes of the reference; by name only"),
     ),
 }
-#: Longest row of a norm: a program holds whole rows of x, of the gradients, and of the weight in registers.
+#: Largest number of features of a norm: a program holds whole rows of x, of the gradients, and of the weight in
+#: registers.
 MOST_FEATURES = 16384
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from d9d_triton.kernels.silu_mul import differentiate, gate_rows
 from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_device
 
-#: Elements of one program.
+#: Number of elements that one program computes.
 _BLOCK = 2048
 
 
@@ -70,7 +70,7 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 @torch.library.custom_op("d9d_triton::silu_mul_backward_beside", mutates_args=())
 def silu_mul_backward_beside(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`silu_mul`, concatenated for one product to read, and its recomputed output.
+    """Gradients of :func:`silu_mul` in one tensor, which one matrix product reads, and its output, recomputed.
 
     Args:
         grad: [R, I], gradient of the output; of any strides.

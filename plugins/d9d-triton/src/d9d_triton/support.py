@@ -1,4 +1,4 @@
-"""Conditions of the backends: device and dtypes of each. Imports no Triton."""
+"""Conditions of the backends: devices and dtypes for which each can be used. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def adamw(signature: OpSignature) -> Decision:
     for name in ("amsgrad", "maximize"):
         if signature.static.get(name):
             return Decision(False, f"does not compute {name}")
-    return decide(signature, "one launch for all tensors; clipping divides in the kernel, for every dtype")
+    return decide(signature, "one launch for all tensors of a group; divides gradients for clipping, in every dtype")
 
 
 def stochastic_adamw(signature: OpSignature) -> Decision:
     """Accept AdamW of bfloat16 and float32 parameters with stochastic rounding."""
-    return decide(signature, "one launch for all tensors; rounds in the kernel", ("bfloat16", "float32"))
+    return decide(signature, "one launch for all tensors of a group, rounding included", ("bfloat16", "float32"))
 
 
 def gradient_power(signature: OpSignature) -> Decision:
     """Accept ``gradient_power`` for the Euclidean norm."""
     if signature.static.get("p") != 2:
         return Decision(False, f"sums squares, for p: 2; here p is {signature.static.get('p')}")
-    return decide(signature, "one launch for all: 0.50 ms for 2 GB on an H200; torch takes 0.91")
+    return decide(signature, "one launch for all gradients: 0.50 ms for 2 GB on an H200; torch takes 0.91")
 
 
 def linear_cross_entropy(signature: OpSignature) -> Decision:
@@ -40,18 +40,19 @@ def linear_cross_entropy(signature: OpSignature) -> Decision:
 
 def linear_cross_entropy_sum(signature: OpSignature) -> Decision:
     """Accept the same calls as :func:`linear_cross_entropy`; a job must name the backend."""
-    return decide(signature, "memory for one chunk, if the loss is an unweighted sum; by name only", priority=0)
+    reason = "memory for one chunk of logits, if the loss is an unweighted sum; by name only"
+    return decide(signature, reason, priority=0)
 
 
 def linear_cross_entropy_sum_narrow(signature: OpSignature) -> Decision:
     """Accept bfloat16 and float32; float16 lacks the range for unscaled gradients. A job must name the backend."""
-    reason = "an unweighted sum in less memory; rounds the weight gradient once per chunk; by name only"
+    reason = "for an unweighted sum of losses, in less memory; rounds weight gradients once per chunk; by name only"
     return decide(signature, reason, ("bfloat16", "float32"), priority=0)
 
 
 def linear_cross_entropy_words(signature: OpSignature) -> Decision:
     """Accept the same calls as :func:`linear_cross_entropy`; a job must name the backend."""
-    return decide(signature, "much less memory, for four products instead of three; by name only", priority=0)
+    return decide(signature, "takes much less memory, but four products instead of three; by name only", priority=0)
 
 
 def vocabulary_parallel_cross_entropy(signature: OpSignature) -> Decision:

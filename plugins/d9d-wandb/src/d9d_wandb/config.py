@@ -10,12 +10,12 @@ from pydantic import Field
 
 
 class WandbConfig(PluginConfig):
-    """Weights & Biases: runs on its server, or in files to upload later with ``wandb sync``."""
+    """Tracker Weights & Biases: stores runs on its server, or in files to upload later with ``wandb sync``."""
 
     name: Literal["wandb"] = "wandb"
     """Selects this tracker."""
     project: Annotated[str, Field(min_length=1)]
-    """Project that the run belongs to."""
+    """W&B project that the run belongs to."""
     entity: str | None = None
     """User or team that owns the project; by default the logged-in user's."""
     group: str | None = None
@@ -23,7 +23,7 @@ class WandbConfig(PluginConfig):
     tags: list[str] = []
     """Tags of the run, in addition to ``run.tags``."""
     mode: Literal["online", "offline"] = "online"
-    """``offline`` needs neither a network nor an account."""
+    """Whether to write to the server or to files; ``offline`` needs neither a network nor an account."""
     dir: Path | None = None
     """Parent directory of the folder ``wandb``; by default the run's. A resumed run needs the same directory."""
     capture_terminal_logs: bool = False

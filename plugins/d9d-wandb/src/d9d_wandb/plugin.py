@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """Tracker, selected by ``trackers``."""
+    """Declare the tracker ``wandb``."""
     yield TrackerSpec(
         name="wandb",
         summary="Runs in Weights & Biases, online or offline.",

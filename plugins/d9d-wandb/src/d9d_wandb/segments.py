@@ -1,8 +1,8 @@
 """Files that wandb writes on this machine: one segment for each start or resume of a run.
 
-A file begins with seven bytes, followed by blocks of 32 KiB in LevelDB's log format (doc/log_format.md of LevelDB):
-records in pieces, each with a checksum, a length and a type. A record is a protocol buffer; only history records are
-read here.
+A file begins with a header of seven bytes, followed by blocks of 32 KiB in LevelDB's log format (doc/log_format.md of
+LevelDB): records are divided into pieces, each with a checksum, a length and a type. A record is a protocol buffer;
+only history records are read here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Segment:
         data, pieces = memoryview(_read_from(self.path, base)), bytearray()
         end = base + len(data)
         while position + _PIECE <= end:
-            if (left := _BLOCK - position % _BLOCK) < _PIECE:  # a piece does not fit: filled with zeros
+            if (left := _BLOCK - position % _BLOCK) < _PIECE:  # too little space for a piece; filled with zeros
                 position += left
                 continue
             head = data[position - base :][:_PIECE]
@@ -88,7 +88,7 @@ def find_segments(directory: Path, run_id: str) -> list[Path]:
 def wait_until_settled(paths: list[Path], seconds: float = 1.1, most: float = 10.0) -> None:
     """Wait until files stop growing: wandb writes them in a separate process, which outlives a killed training process.
 
-    Waits more than a second, because the name of the next file's directory contains the second of its start.
+    It waits more than a second, because the directory of the next file is named after the second in which it starts.
     """
     deadline = time.monotonic() + most
     sizes: Mapping[Path, int] | None = None

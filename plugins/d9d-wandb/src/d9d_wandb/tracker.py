@@ -21,9 +21,9 @@ from d9d_core.types import State
 from d9d_wandb.config import WandbConfig
 from d9d_wandb.segments import Segment, find_segments, wait_until_settled
 
-#: Seconds after which wandb's own process has written its input, and longest wait of a flush in seconds.
+#: Seconds after which wandb's own process writes rows to its file, and longest wait of a flush in seconds.
 _WRITTEN_AFTER, _PATIENCE = 0.2, 8.0
-#: Series with the step: rows may come in any order, which wandb's own step does not allow.
+#: Series with the training step, because wandb's own step must not decrease from row to row.
 STEP = "step"
 
 
@@ -102,7 +102,7 @@ class WandbTracker:
             name=run.name,
             notes=run.description or None,
             config={**run.hparams, "job": run.config},
-            # The resumed job may differ in fields that may change between processes of one run.
+            # A resumed job may differ in fields that a resume allows to change.
             allow_val_change=True,
             resume=resume,
             reinit="create_new",
@@ -187,7 +187,7 @@ class WandbRun:
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """End the run; with exit code 1 if it failed."""
         if self._open:
-            with suppress(Exception):  # finish() may return before everything is in the file
+            with suppress(Exception):  # without a flush, finish() may return before all rows are in the file
                 self.flush()
             self._open = False
             self._run.finish(exit_code=int(status == "failed"))
@@ -221,7 +221,7 @@ def _kinds(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _kind(value: Any) -> str:
-    """Kind of a value in the form that wandb stores."""
+    """Kind of a value that wandb has stored."""
     if isinstance(value, Mapping):
         kinds = {"histogram": "histogram", "image-file": "picture", "table-file": "table"}
         return kinds.get(str(value.get("_type")), "number")
@@ -241,7 +241,7 @@ def _table(table: Table) -> wandb.Table:
 
 
 def _last_steps(summary: Any) -> dict[str, int]:
-    """Assign the run's last logged step to every series; the server's summary has no step for each series."""
+    """Last step of each series: the run's last step for all, because the server's summary has no step per series."""
     names: Iterable[str] = summary.keys()
     step = summary.get(STEP)
     return {} if step is None else {name: int(step) for name in names if not name.startswith("_")}

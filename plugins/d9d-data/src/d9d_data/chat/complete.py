@@ -1,4 +1,4 @@
-"""Check that a template renders the complete conversation, because templates leave out messages without an error."""
+"""Check that a template renders the complete conversation; some templates leave out messages without an error."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class _Words:
 
     def __init__(self, word: str) -> None:
         self._word = word
-        #: Marker -> description of its text, and the text itself.
+        #: Marker -> description of the text that carries it, for errors, and that text without the marker.
         self.what: dict[str, tuple[str, str]] = {}
-        self.in_parts: list[str] = []
+        self.in_parts: list[str] = []  # markers in contents that are lists of parts
 
     def into_message(self, index: int, message: Message) -> Message:
         """Message with a marker in its content and in the name of each tool call."""

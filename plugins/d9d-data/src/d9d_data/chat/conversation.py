@@ -34,7 +34,8 @@ class Conversation:
             of parts ``{"type": "text", "text": ...}``. Assistant messages may have a loss ``weight``. Other keys are
             kept as in the record; keys with null are removed.
         tools: JSON schemas of the tools offered; None if no tools are offered.
-        prompt: number of leading messages that are never trained on, such as the messages of a ``prompt``.
+        prompt: number of leading messages that are never trained on, such as the messages of a record's field
+            ``prompt``.
         where: name of the record in error messages, such as ``train.jsonl:17``.
     """
 
@@ -51,7 +52,7 @@ class Conversation:
 
     @property
     def last_turn(self) -> int:
-        """Index of the message after the last user message that an assistant message follows."""
+        """Index of the first message after the last user message that a reply follows; at least ``prompt``."""
         last = self.replies[-1]
         users = (index for index in range(last) if self.messages[index]["role"] == "user")
         return max((self.prompt, *(index + 1 for index in users)))
@@ -71,14 +72,14 @@ def join_conversation(
     Args:
         prompt: string of the user, or list of messages.
         completion: string of the assistant, or list of messages.
-        name: field of the completion, for error messages.
+        name: name of the record's field with the completion, for error messages.
         tools: list of JSON schemas, as a string or parsed, or None.
         where: name of the record in error messages.
         arguments: treatment of tool arguments that are JSON strings.
-        asked: field of the prompt, for error messages.
+        asked: name of the record's field with the prompt, for error messages.
 
     Raises:
-        DataError: a part is malformed, or the completion has no assistant message.
+        DataError: prompt, completion or tools are malformed, or the completion has no assistant message.
     """
     before = messages_in(prompt, "user", f"{where}: {asked}", arguments)
     messages = before + messages_in(completion, "assistant", f"{where}: {name}", arguments)
@@ -86,14 +87,14 @@ def join_conversation(
 
 
 def checked(conversation: Conversation, place: str) -> Conversation:
-    """Return the conversation.
+    """Return a conversation unchanged after checking that it has an assistant message after the prompt.
 
     Args:
         conversation: conversation to check.
-        place: field of the messages, for the error message.
+        place: name of the record's field with the messages, for the error message.
 
     Raises:
-        DataError: it has no assistant message to train on.
+        DataError: the conversation has no assistant message to train on.
     """
     if not conversation.replies:
         raise DataError(
@@ -153,11 +154,11 @@ def _object_in(value: object) -> object:
 def messages_in(
     value: object, role: str, where: str, arguments: ToolArguments, keys: MessageFormat = KEYS
 ) -> tuple[Message, ...]:
-    """Messages of a field: of a string one message of a role, of a list its messages.
+    """Messages of a record's field: a string becomes one message with the given role, a list is a list of messages.
 
     Args:
         value: string or list of messages.
-        role: role of a string.
+        role: role of the message that a string becomes.
         where: place of the field in error messages, such as ``train.jsonl:17: prompt``.
         arguments: treatment of tool arguments that are JSON strings.
         keys: keys of the messages of a list, and names of their roles.
@@ -200,7 +201,7 @@ def list_in(value: object, where: str) -> object:
 
 
 def _shape(keys: MessageFormat) -> str:
-    """Message in JSON, for error messages."""
+    """Example of a user's message in JSON, for error messages."""
     role = next((name for name, role in keys.roles.items() if role == "user"), "user")
     return f'{{"{keys.role}": "{role}", "{keys.content}": "..."}}'
 
@@ -242,7 +243,7 @@ def _message(value: object, where: str, keys: MessageFormat) -> Message:
 
 
 def _calling(message: Message, where: str) -> dict[str, Any]:
-    """Message of the assistant with the tool calls that the content of another message holds as JSON."""
+    """Convert a message of role ``function_call``, whose content is JSON, to an assistant message with tool calls."""
     value = message.get("content")
     if isinstance(value, str):
         try:
@@ -300,7 +301,7 @@ def _reasons(message: Message) -> bool:
 
 
 def tools_in(value: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
-    """Tools of a field, parsed if they are a string of JSON; ``None`` if there are none.
+    """Tools of a record, parsed if they are a string of JSON; ``None`` if there are none.
 
     Args:
         value: list of JSON schemas, a string of such a list, or ``None``.

@@ -71,7 +71,7 @@ class ChatTokenizer:
         return ids, np.asarray([begin for _, (begin, _) in tokens], dtype=np.int64)
 
     def stop_of(self, ids: Ids) -> str:
-        """Special token at the end of token ids, ignoring white space after it; empty if no special token ends them."""
+        """Text of the special token that ends the ids, ignoring white space after it; empty if none ends them."""
         for number in reversed(ids.tolist()):
             if number in self._special_ids:
                 return str(self._backend.id_to_token(number))
@@ -108,7 +108,7 @@ def encode(
 ) -> tuple[Ids, Weights]:
     """Encode a rendered conversation: token ids ``[N]`` int64, and whether each token counts in the loss, ``[N]`` bool.
 
-    See :func:`encode_weighted`.
+    Arguments and errors are those of :func:`encode_weighted`, which also gives the loss weights.
     """
     ids, weights = encode_weighted(conversation, template, tokenizer, loss, quoted)
     return ids, weights > 0
@@ -123,9 +123,8 @@ def encode_weighted(
 ) -> tuple[Ids, npt.NDArray[np.float32]]:
     """Encode a rendered chat: token ids ``[N]`` int64, and the loss weight of each token, ``[N]`` float32.
 
-    A token belongs to a reply if its first character belongs to the reply. With a ``prompt``, only the ``completion``
-    counts. A token's
-    weight is the weight of its message, by default 1.
+    A token belongs to a reply if its first character belongs to the reply. The prompt of a conversation has no replies.
+    A token's weight is the ``weight`` of its message, by default 1, and 0 outside of the replies that ``loss`` chooses.
 
     Args:
         conversation: conversation to encode.
@@ -138,8 +137,8 @@ def encode_weighted(
             does.
 
     Raises:
-        DataError: the template fails, leaves out a message, does not let the replies be located, or depends on a
-            special token in a content; or message weights cannot be assigned to tokens.
+        DataError: the template fails, leaves out a message, renders replies that cannot be located, or renders
+            differently because of a special token in a content; or message weights cannot be assigned to tokens.
     """
     first = {"assistant": conversation.prompt, "last_turn": conversation.last_turn, "all": len(conversation.messages)}
     text, spans = find_replies(conversation, template, tokenizer.added, first[loss])
@@ -152,7 +151,7 @@ def encode_weighted(
 
 
 def _weights(conversation: Conversation, first: int, spans: int) -> list[float]:
-    """Loss weight of each span that the assistant writes.
+    """Loss weight of each character span that the assistant writes.
 
     Raises:
         DataError: messages have weights, but the spans do not correspond to messages one to one.
@@ -189,7 +188,7 @@ def encode_prompt(
         quoted: encoding of special tokens written in the record itself, as for :func:`encode_weighted`.
 
     Raises:
-        DataError: the template fails, or depends on a special token in a content.
+        DataError: the template fails, or renders differently because of a special token in a content.
     """
     prompt = replace(conversation, messages=conversation.messages[: conversation.prompt])
     where = conversation.where
@@ -220,10 +219,10 @@ def truncate(
 
 
 def is_trainable(weights: npt.NDArray[Any]) -> bool:
-    """Whether a conversation has a token to train on: a token with weight that has a token before it.
+    """Whether a conversation has a token to train on: a token of nonzero weight that is not the first token.
 
     Args:
-        weights: ``[N]`` bool.
+        weights: loss weights ``[N]``, numbers or bool.
     """
     return bool(weights[1:].any())
 
@@ -261,7 +260,7 @@ def _quotes(
     if "".join(pieces) != text:
         raise DataError(
             f"{conversation.where} has a special token in its text, and {template.name} renders other text differently "
-            "because of it; remove the token from the text, or set data.quoted: token"
+            "because of it; remove the token from the text, or set data.special_tokens: token"
         )
     quotes, begin = [], 0
     for piece in pieces[:-1]:

@@ -71,7 +71,7 @@ PREFERENCE_FORMATS: Mapping[str, tuple[PreferenceFormat, ...]] = {
         PreferenceFormat(role="from", content="value", roles=_SHAREGPT),
     ),
 }
-#: Formats that need no note: the keys of their messages are the roles of chat templates.
+#: Formats found without a printed note: their messages have the keys and roles that chat templates use.
 SILENT = ("messages", "prompt", "dialogues")
 #: Name of a format whose fields the job file names.
 MAPPED = "mapped fields"
@@ -142,11 +142,11 @@ def name_of(fields: F, formats: Mapping[str, tuple[F, ...]]) -> str:
 
 
 def told(found: Found[F], record: Record, selector: str) -> str:
-    """Line about a format that was found by the first record of a dataset.
+    """Line to print about the format that the first record of a dataset has.
 
     Args:
         found: the format.
-        record: the record.
+        record: the first record, which the line shows.
         selector: name of the dataset.
     """
     shown = json.dumps(_shortened(record.values), ensure_ascii=False, default=str)
@@ -163,7 +163,7 @@ def check_fields(values: Mapping[str, Any], fields: F, formats: Mapping[str, tup
     Args:
         values: values of the record by field.
         fields: format of the dataset.
-        formats: formats with names.
+        formats: known formats by name, for the error message.
         where: name of the record in error messages, such as ``train.jsonl:17``.
 
     Raises:
@@ -187,7 +187,7 @@ def read_conversation(
         record: parsed JSON.
         where: name of the record in error messages, such as ``train.jsonl:17``.
         arguments: treatment of tool arguments that are JSON strings.
-        fields: format of the record; found by the record if absent.
+        fields: format of the record; detected from the record's fields if absent.
 
     Raises:
         DataError: the record is not a conversation; the error says how to write one.
@@ -210,7 +210,7 @@ def read_conversation(
     place = fields.assistant
     answer = messages_in(value_in(record, place), "assistant", f"{where}: {place}", arguments, fields)
     before = (*system, *earlier, *alone(asked, system, where, fields, fields.user))
-    # The answers of earlier turns are learned like the last one; only the messages of a prompt are given.
+    # With earlier turns, all answers are trained on, so no message counts as prompt.
     given = 0 if earlier else len(before)
     return checked(Conversation((*before, *answer), tools, given, where), place)
 
@@ -232,10 +232,10 @@ def system_message(values: Mapping[str, Any], fields: MessageFormat, where: str)
 def alone(
     messages: tuple[Message, ...], system: tuple[Message, ...], where: str, fields: MessageFormat, place: str
 ) -> tuple[Message, ...]:
-    """Return the messages; raise if they have a system message in addition to the field with one.
+    """Return the messages; raise if they have a system message although the record's system field has one, too.
 
     Raises:
-        DataError: they have one.
+        DataError: the messages and the system field both have a system message.
     """
     second = next((index for index, message in enumerate(messages) if message["role"] == "system"), None)
     if system and second is not None:
@@ -287,7 +287,7 @@ def _format_of(record: Record, formats: Mapping[str, tuple[F, ...]], example: st
 
 
 def _matching(values: Mapping[str, Any], where: str, formats: Mapping[str, tuple[F, ...]], example: str) -> Found[F]:
-    """Only format whose fields have values in a record."""
+    """The format whose fields have values in a record; raises ``DataError`` for none or several."""
     found = [match for name, variants in formats.items() for match in _variants(values, name, variants)]
     # A format that uses the fields of another as well, as alpaca uses input and output, is the better match.
     best = [one for one in found if not any(_within(one.fields, other.fields) for other in found if other is not one)]
@@ -328,7 +328,7 @@ def _first_message(value: object) -> Mapping[str, Any]:
 
 
 def _within(fields: F, other: F) -> bool:
-    """Whether another format requires more, or also uses all required fields of this one."""
+    """Whether ``other`` has all fields that ``fields`` requires, and requires a field that ``fields`` does not."""
     mine, theirs = set(required(fields)), set(required(other))
     return mine < theirs or (mine <= theirs | _optional(other) and not theirs <= mine)
 

@@ -136,7 +136,7 @@ class _Probe:
         raise self.unverified(index, "the template renders the reply differently if further messages follow")
 
     def end_before(self, first: int) -> int:
-        """Position after all replies before message ``first`` and before all later replies.
+        """Position in the rendering that separates the replies before message ``first`` from the later replies.
 
         Raises:
             DataError: the position cannot be determined.
@@ -168,10 +168,10 @@ class _Probe:
                 raise self.unverified(index, "the template renders tool calls of this reply outside of the reply")
 
     def check_marks(self, marks: Iterable[Span]) -> None:
-        """Check that no generation block is the text of a message that the assistant does not write.
+        """Check that no generation block marks a message of another role than the assistant.
 
         Raises:
-            DataError: a block is such a text, so the model would learn to write the user's messages.
+            DataError: a block is the text of such a message, so the model would learn to write the user's messages.
         """
         messages = self._conversation.messages
         marked = {self._special.sub("", self.text[begin:end]).strip() for begin, end in marks}
@@ -221,11 +221,11 @@ class _Probe:
         Args:
             index: index of the message.
             put: function that puts the marker into the text.
-            messages: messages that were rendered, if not all.
-            rendered: rendering of these messages, and whether it ends with the generation prompt.
+            messages: messages to render; the whole conversation if empty.
+            rendered: rendering of these messages without the marker, and whether it ends with the generation prompt.
 
         Returns:
-            None if the marker does not appear in the rendering, or changes the text around it.
+            The position; None if the marker does not appear in the rendering, or changes the text around it.
         """
         messages = messages or self._conversation.messages
         text, prompt = rendered or (self.text, False)

@@ -126,7 +126,7 @@ def _whole(*sides: Any) -> bool:
 
 
 def _split(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
-    """Common prefix of two strings or two lists of messages, and the remaining part of each."""
+    """Prompt of two whole conversations or texts: their common prefix, and the remaining completion of each."""
     if isinstance(chosen, str) and isinstance(rejected, str):
         size = len(commonprefix([chosen, rejected]))  # noqa: RUF071 - of characters
         size -= chosen[size - 1 : size] == " "  # tokens mostly begin with a space
@@ -256,7 +256,7 @@ class PreferenceEncoder:
 
 
 def _common(one: Ids, other: Ids) -> int:
-    """Number of leading token ids that are equal in all texts."""
+    """Number of leading token ids that are equal in both texts."""
     size = min(len(one), len(other))
     different = np.flatnonzero(one[:size] != other[:size])
     return int(different[0]) if len(different) else size

@@ -19,7 +19,7 @@ from d9d_data.chat.conversation import REASONING, Message
 from d9d_data.tokenizer.base import CONFIG_FILE
 
 TEMPLATE_FILE = "chat_template.jinja"
-#: Most bytes of a template.
+#: Largest size of a template in bytes.
 MAX_TEMPLATE = 1 << 20
 #: Special tokens that templates can read, if the tokenizer defines them.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -32,7 +32,8 @@ class Rendering:
 
     Attributes:
         text: the rendering.
-        marks: characters ``[begin, end)`` of each generation block; None if the template has no such blocks.
+        marks: character span ``[begin, end)`` of each generation block, the text that a template marks as written by
+            the assistant; None if the template has no such blocks.
     """
 
     text: str
@@ -148,7 +149,7 @@ class ChatTemplate:
     ) -> Rendering:
         """Render messages.
 
-        messages: at least one message.
+        Args:
             messages: messages of the conversation, at least one.
             tools: JSON schemas of the tools offered, if any.
             generation_prompt: whether to append the generation prompt, which starts a reply.

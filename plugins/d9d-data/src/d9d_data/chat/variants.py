@@ -1,4 +1,4 @@
-"""Variants of messages with a marker in one of their texts, by which the texts are found in a rendering."""
+"""Variants of messages with a marker in one of their texts; the marker shows where a template renders the text."""
 
 from __future__ import annotations
 

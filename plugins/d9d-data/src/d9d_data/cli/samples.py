@@ -1,4 +1,4 @@
-"""Samples of a stream as text that shows which tokens are learned. Shapes: S positions of a sample."""
+"""Samples of a stream as text that shows which tokens are learned. Shapes: S, positions of a sample."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = Fal
 
 
 def _tokens(sample: Sample) -> Iterator[tuple[int, int, bool]]:
-    """Token ids of a sample, each with its document and whether it is learned.
+    """Yield each token id of a sample with the index of its document and whether the token is learned.
 
-    The last target of a document is not among the inputs; it follows them.
+    The last target of a document is not among the document's inputs; it is yielded after them.
     """
     documents = sample.documents.tolist()
     targets = [-1] * len(documents) if sample.targets is None else sample.targets.tolist()

@@ -18,7 +18,7 @@ from d9d_data.tokenizer.base import Ids, TextTokenizer
 
 # Characters encoded in one call: enough to use all cores, few enough to show progress.
 _BATCH_CHARACTERS = 2_000_000
-# Records whose samples are written together.
+# Number of records whose samples are written together.
 _BATCH_SAMPLES = 256
 
 
@@ -50,9 +50,9 @@ class Dropped:
     """Well-formed record that is left out: it is too long, or truncation leaves no token to learn.
 
     Attributes:
-        longest: number of tokens of its longest text.
-        needed: smallest number of tokens, from the beginning, that includes a token to learn; 0 if the record has no
-            token to learn.
+        longest: number of tokens of the record's longest text.
+        needed: number of leading tokens up to and including the first token to learn; 0 if the record has no token to
+            learn.
     """
 
     longest: int
@@ -66,7 +66,7 @@ class Encoded:
     Attributes:
         ids: token ids of each document, [tokens].
         columns: values per token, by the names of the encoder's columns; for each document [tokens].
-        characters: approximate number of characters or bytes read for these documents.
+        characters: approximate number of bytes read for these documents, to show progress.
         tally: counts of the records of this batch, including records left out since the last batch.
         lost: number of tokens that each document lost to truncation; empty if no document lost tokens.
         labels: labels found so far by this call of :meth:`Encoder.encode`; the column ``labels`` has their indices.

@@ -45,7 +45,7 @@ class Encoding:
         settings: settings of the encoder's ``load``, as plain data.
         columns: names of the columns of values per token.
         texts: names of the documents of a sample, if a sample has several documents.
-        words: terms for the records in messages.
+        words: nouns for the records in messages, such as "conversations".
         targets: whether tokens are predicted; the last token of a document is then only a target, not an input.
     """
 
@@ -86,8 +86,8 @@ def encoding_of(config: PreparedConfig) -> Encoding:
     if isinstance(config, TokensConfig):
         return Encoding("tokens", _tokens(config), ("weights",), words=Words("records", "tokens to learn are lost"))
     if isinstance(config, DocumentsConfig) and config.too_long != "cut_end":
-        # With cut_end, the stream reads beginnings of whole documents, and all lengths and the dataset text share one
-        # cache.
+        # With cut_end, documents are stored whole and the stream cuts them, so that jobs with any sequence_length, and
+        # the dataset text, use the same cache entry.
         return Encoding("text", {"longest": config.sequence_length + 1, "too_long": config.too_long})
     if not isinstance(config, ModelTextConfig):
         return TEXTS
@@ -141,7 +141,7 @@ def no_inputs_of(encoding: Encoding, inputs: TextInputs, adds_end: bool) -> int:
     return int(encoding.targets)
 
 
-#: Treatment of the end of text in training -> encoders whose datasets truncate texts in the same way.
+#: Value of ``inputs``, the input tokens with which a head was trained -> encoders of the datasets that truncate alike.
 _CUT_ALIKE = {
     "with_end": ("text", "pairs"),
     "as_encoded": ("text", "labelled"),

@@ -66,8 +66,8 @@ class Tally:
         cut: number of records that lost tokens.
         incomplete: number of records that lost tokens to learn.
         dropped: number of records left out because they are too long or have no token to learn.
-        needed: smallest limit, in tokens, at which one of the dropped records has a token to learn; 0 if no limit
-            suffices.
+        needed: smallest limit, in tokens, at which one of the dropped records would have a token to learn; 0 if no
+            dropped record has such a token.
         spelled: number of records with a text that spells a special token.
         spelling: the first special token that a text spells.
         parsed: number of records with tool arguments that are JSON strings.
@@ -118,8 +118,8 @@ class Words:
 
     Attributes:
         plural: name of the records, in the plural.
-        lost: end of the message "in 3 ..." about records that lost tokens to learn; empty if the number of lost tokens
-            is enough information.
+        lost: text after the number in the message "in 3 ..." about records that lost tokens to learn, such as "the last
+            answer is incomplete"; empty for no such message.
     """
 
     plural: str
@@ -173,7 +173,7 @@ def readings(tally: Tally, words: Words, special_tokens: Literal["text", "token"
 
 
 def stops(tally: Tally, words: Words) -> str:
-    """Line about the special tokens that end the learned text of records; a warning if no record ends with one."""
+    """Line about the special tokens that end the learned text of records; a warning if no learned text ends so."""
     samples = tally.records - tally.dropped
     found = f"stop token learned in {tally.stopped:,} of {samples:,} {words.plural}"
     if not tally.stopped:

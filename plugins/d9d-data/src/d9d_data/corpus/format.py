@@ -16,7 +16,7 @@ from d9d_data.sources.place import Record, refuse
 from d9d_data.sources.records import read_records
 
 C = TypeVar("C", bound=PreparedConfig)
-# Records that are looked at if the first ones are malformed and are left out.
+# Number of records to search for a well-formed one, if malformed records are left out.
 _LOOKED_AT = 1000
 
 
@@ -44,7 +44,7 @@ def with_format(config: C, files: Sequence[SourceFile], note: Callable[[str], No
             if config.malformed == "error":
                 raise
         else:
-            # The training data told it; the held-out split of the same sources has the same format.
+            # The train split prints the line; the held-out split of the same sources has the same format.
             if line and config.split == "train":
                 note(line)
             return config.model_copy(update=fields)
@@ -52,7 +52,7 @@ def with_format(config: C, files: Sequence[SourceFile], note: Callable[[str], No
 
 
 def _of(config: PreparedConfig, record: Record) -> tuple[dict[str, Any], str]:
-    """Fields of a config that a record decides, and a line about them."""
+    """Values of the config's fields that a record determines, and a line to print about them; empty for no line."""
     if isinstance(config, TokensConfig):
         labels, mask = learned_field(record)
         learned = f"the tokens to learn are in {labels or mask}" if labels or mask else "all tokens are learned"
@@ -72,7 +72,7 @@ def _of(config: PreparedConfig, record: Record) -> tuple[dict[str, Any], str]:
 
 
 def _first_records(files: Sequence[SourceFile], malformed: str) -> Iterator[Record]:
-    """Yield the first record, and further records only if malformed records are left out."""
+    """Yield the first record; if malformed records are left out, the first :data:`_LOOKED_AT` well-formed records."""
     reject = refuse if malformed == "error" else lambda _place, _problem: None
     records = (record for file in files for record in read_records(file, reject=reject))
     yield from islice(records, 1 if malformed == "error" else _LOOKED_AT)

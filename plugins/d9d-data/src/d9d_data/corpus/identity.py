@@ -20,7 +20,7 @@ from d9d_data.sources.opening import FileStat, SourceFile, open_stored, read_blo
 from d9d_data.tokenizer.file import find_tokenizer_file
 from d9d_data.tokenizer.select import tokenizer_identity
 
-#: Part of the identity; raise it when the layout of prepared data or the tokenisation changes.
+#: Version number in the identity; increase it when the layout of prepared data or the tokenisation changes.
 FORMAT = 7
 #: Bytes of the largest corpus that is hashed as a whole even with ``digest: sampled``.
 SMALL_CORPUS = 1 << 26

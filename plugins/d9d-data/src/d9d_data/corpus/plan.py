@@ -14,7 +14,7 @@ from d9d_data.sources.document import Piece
 from d9d_data.sources.opening import stat_file
 from d9d_data.sources.tables import row_group_sizes
 
-#: Bytes of a shard: about 10 seconds of work, which a killed process loses.
+#: Default minimum size of a shard in bytes: about 10 seconds of work, which a killed process loses.
 SHARD_BYTES = 1 << 26
 
 
@@ -43,11 +43,12 @@ class _Part:
 def plan_shards(files: Sequence[Piece], shard_bytes: int | None = None) -> list[Shard]:
     """Plan the shards of a corpus without reading its documents.
 
-    Files of JSON lines are cut into ranges of bytes, Parquet files between row groups; other files stay whole.
+    Consecutive small files share a shard. Of the files larger than ``shard_bytes``, uncompressed JSON lines are cut
+    into ranges of bytes, and Parquet files between row groups; every other file stays whole.
 
     Args:
         files: the files, in order.
-        shard_bytes: minimum bytes of a shard, except for the last shard.
+        shard_bytes: minimum size of a shard in bytes, except for the last shard; by default :data:`SHARD_BYTES`.
 
     Raises:
         DataError: a file cannot be read.

@@ -46,7 +46,7 @@ class Ends:
     Attributes:
         no_inputs: number of tokens at the end of a document that are not inputs.
         keep: whether truncation keeps the last input of a document.
-        from_end: whether truncation removes tokens from the beginning of a document.
+        from_end: whether truncation keeps the end of a document and removes its beginning.
     """
 
     no_inputs: int = 0
@@ -59,7 +59,7 @@ WHOLE = Ends()
 #: The last token of a document is a target only.
 PREDICTED = Ends(1)
 C = TypeVar("C", bound=TokenizedConfig | ModelTextConfig)
-#: Number of files from which a note announces that they are being read.
+#: Number of files at and above which a printed note announces that they are being read.
 _MANY = 10_000
 
 
@@ -89,7 +89,7 @@ class Corpus:
         label_names: names of the classes, if they have names.
         lost: int64 [D], number of tokens that each document lost to truncation when it was prepared, memory-mapped;
             ``None`` if no document lost tokens.
-            limit: token limit of a document, applied by the stream; ``None`` if the stream reads whole documents.
+        limit: token limit of a document, applied by the stream; ``None`` if the stream reads whole documents.
         ends: treatment of document ends.
         predicts: whether a stream gives targets; otherwise it gives only inputs.
         stop_token_ids: special tokens at the end of the learned text, the most frequent first, if not all tokens are

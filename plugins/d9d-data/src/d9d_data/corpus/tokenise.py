@@ -97,13 +97,13 @@ def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject) ->
         for piece in shard.pieces:
             for text in texts_of(piece, reject):
                 if text.strip():
-                    if int((index + 1) * held_out) == int(index * held_out):  # the rule of _set_aside
+                    if int((index + 1) * held_out) == int(index * held_out):  # not held out, as in _set_aside
                         yield text
                     index += 1
 
 
 def _set_aside(indices: npt.NDArray[np.int64], held_out: float) -> npt.NDArray[np.bool_]:
-    """Whether each document is held out, by its index among the documents with text: every (1 / held_out)-th."""
+    """Whether each document is held out: one of every 1 / held_out, by its index among the documents with text."""
     aside: npt.NDArray[np.bool_] = np.floor((indices + 1) * held_out) > np.floor(indices * held_out)
     return aside
 

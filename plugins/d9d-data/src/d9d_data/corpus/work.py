@@ -24,9 +24,9 @@ def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]
     Args:
         root: directory of the cache; created if missing.
         key: identifier of the content.
-        keep: whether the directory stays if the block raises. It always stays if the process is killed, and is removed
-            a day after its last use.
-        note: function that prints a line if this process waits.
+        keep: whether the directory stays if the ``with`` block raises. It always stays if the process is killed; a
+            later start removes it a day after its last use.
+        note: function that prints a line if this process waits for another process or cannot lock files.
 
     Raises:
         DataError: ``root`` cannot be written.
@@ -63,7 +63,7 @@ def _hold(directory: Path, note: Callable[[str], None]) -> tuple[Path, int | Non
         try:
             lock = lock_file(file, lambda: note("waiting for another process, which prepares the same data"))
         except FileNotFoundError:
-            continue  # the process that held the lock has finished
+            continue  # the process that held the lock has finished, and removed the directory
         except LocksUnsupportedError as error:
             note(
                 f"files in {directory.parent} cannot be locked ({error.strerror}): processes that prepare the same "

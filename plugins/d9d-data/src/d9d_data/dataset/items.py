@@ -34,7 +34,7 @@ class Items:
     Attributes:
         config: the config.
         dataset: the dataset.
-        iterable: whether the dataset has no indices, and is read in its own order.
+        iterable: whether the dataset has no items by index, and is read in its own order.
     """
 
     def __init__(self, config: DatasetConfig) -> None:
@@ -201,7 +201,7 @@ class Items:
         Args:
             read: the call.
             what: description of the call.
-            field: field of the config, and further words before the description.
+            field: field of the config that names the code; may end with text that comes before the description.
 
         Raises:
             DataError: the call failed.

@@ -20,9 +20,9 @@ from d9d_data.stream.reader import Arrays
 class IterablePacks:
     """Source of one rank's share of the packs of an iterable dataset.
 
-    The dataset is read from its beginning to each place, or skips to it if it has a method ``skip(count)``. At its end
-    it is read again; a method ``set_epoch(epoch)`` is called before each epoch. All ranks read all items, and keep
-    theirs.
+    To continue at an item, the dataset is read from its beginning, or skips if it has a method ``skip(count)``. At its
+    end it is read again; its method ``set_epoch(epoch)``, if any, is called before each epoch. All ranks read all
+    items, and each rank keeps its own.
 
     Args:
         items: items of the dataset.
@@ -30,7 +30,8 @@ class IterablePacks:
 
     Attributes:
         length: number of items of an epoch; ``None`` before the end of the first epoch.
-        may_skip: whether ``length`` tells the first epoch's end, so that the dataset may skip to a place.
+        may_skip: whether the state of an earlier run was loaded; its place lies within an epoch, so the dataset may
+            skip to it without counting its items.
     """
 
     def __init__(self, items: Items, layout: Layout) -> None:

@@ -7,7 +7,7 @@ from d9d_core.errors import DataError
 from d9d_data.sources.place import Record
 from d9d_data.sources.records import value_of
 
-#: Usual fields of labels, and of masks.
+#: Usual names of the fields with labels, and with masks of the tokens to learn.
 LABELS = ("labels",)
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 

@@ -17,7 +17,7 @@ from d9d_data.sources.place import Record, Reject
 from d9d_data.sources.records import field_of, value_of
 from d9d_data.tokenizer.base import TextTokenizer
 
-#: Usual fields of negatives, unless a config names one.
+#: Usual names of the field with negatives; used unless a config names a field.
 _NEGATIVES = ("negative", "negatives")
 
 

@@ -32,7 +32,7 @@ class TokensEncoder:
         ids: field of the ids.
         labels: field of the labels, if there is one.
         mask: field of the mask, if there is one.
-        longest: most tokens of a record.
+        longest: maximum number of tokens of a record.
         too_long: treatment of longer records.
     """
 
@@ -86,7 +86,7 @@ class TokensEncoder:
         )
 
     def _learned(self, record: Record, ids: Int64) -> npt.NDArray[np.bool_]:
-        """Whether each token is learned, [N]."""
+        """Mask [N] of the tokens to learn, from the record's labels or mask; true everywhere without both."""
         where = str(record.place)
         field = self._labels or self._mask
         if field is None:

@@ -15,7 +15,7 @@ class MixturePart(Section):
     """Part of a mixture: a dataset with its weight and its number of epochs."""
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Share of the samples, relative to the weights of the other parts."""
+    """Relative frequency of this part's samples; the fraction is the weight divided by the sum of all weights."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Passes over this part's samples, after which the mixture continues without it; null repeats the part forever."""
     data: Annotated[PluginConfig, Named("dataset")]

@@ -1,4 +1,4 @@
-"""Order of the parts of a mixture: the part that each sample comes from, and the sample's index in that part.
+"""Order of a mixture of datasets (its parts): the part that each sample comes from, and the sample's index in it.
 
 Samples are assigned so that at any moment the number of samples from each part differs by less than one from the part's
 share (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). With integer weights of
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from d9d_core.errors import DataError
 
 Int64 = npt.NDArray[np.int64]
-#: Longest period of the assignment; a table has an entry for each sample of a period.
+#: Longest period of the assignment in samples; a table has an entry for each sample of a period.
 MAX_PERIOD = 1 << 16
 
 
@@ -59,15 +59,17 @@ class MixtureOrder:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Run of samples during which no part ends.
+    """Consecutive samples of the mixture that come from the same set of parts: no part ends between them.
+
+    Their assignment to parts repeats every W samples, W being the sum of ``weights``.
 
     Attributes:
-        first: index in the mixture of the first sample.
-        parts: parts that have not ended.
-        weights: integer weights of these parts.
-        pattern: int64 [W], index into ``parts`` for each sample of the repeating pattern (period).
+        first: index in the mixture of the first of these samples.
+        parts: indices of the parts (datasets) that have not ended.
+        weights: integer weight of each of these parts: its number of samples among W.
+        pattern: int64 [W], index into ``parts`` of each sample of a period.
         before: int64 [W], number of earlier samples of the same part in the period.
-        given: number of samples that each of these parts gave before this run.
+        given: number of samples that each of these parts gave before this segment.
     """
 
     first: int
@@ -78,18 +80,18 @@ class _Segment:
     given: tuple[int, ...]
 
     def find(self, offset: int) -> tuple[int, int]:
-        """Part of the sample at an offset in the run, and the sample's index in that part."""
+        """Part of the sample at an offset from ``first``, and the sample's index in that part."""
         period, place = divmod(offset, len(self.pattern))
         index = int(self.pattern[place])
         return self.parts[index], self.given[index] + period * self.weights[index] + int(self.before[place])
 
     def place_of(self, index: int, count: int) -> int:
-        """Offset in the run at which a part gives its ``count``-th sample, counted from 1."""
+        """Offset from ``first`` of the ``count``-th sample (from 1) that part ``parts[index]`` gives."""
         period, rest = divmod(count - 1, self.weights[index])
         return period * len(self.pattern) + int(np.flatnonzero(self.pattern == index)[rest])
 
     def count(self, index: int, length: int) -> int:
-        """Number of samples that a part gives among the first ``length`` samples of the run."""
+        """Number of samples that part ``parts[index]`` gives among the first ``length`` samples."""
         period, rest = divmod(length, len(self.pattern))
         return period * self.weights[index] + int(np.count_nonzero(self.pattern[:rest] == index))
 
@@ -152,7 +154,7 @@ def assign(weights: Sequence[int]) -> Int64:
     pattern, had = np.zeros(total, dtype=np.int64), [0] * len(weights)
     bound = max(1, 2 * len(weights) - 2)
     for place in range(total):
-        # Each part's deficit, times W and ``bound``, so that the arithmetic stays in integers.
+        # Each part's deficit in samples, times W and ``bound``, so that the arithmetic stays in integers.
         owed = [bound * (weights[part] * (place + 1) - had[part] * total) for part in parts]
         may = [part for part in parts if owed[part] >= total] or list(parts)
         chosen = min(may, key=lambda part: ((bound - 1) * total - owed[part]) / weights[part])

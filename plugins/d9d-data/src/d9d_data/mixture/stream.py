@@ -28,7 +28,7 @@ from d9d_data.stream.packing import NO_TARGET
 from d9d_data.stream.reader import Arrays, Lost, PackSource, TellsLosses
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 
-#: Fields of parts without effect, because the mixture forms the packs in its own processes -> field to use instead.
+#: Field of a part's dataset that has no effect, because the mixture forms the packs -> field to use instead.
 _UNUSED: Mapping[str, str] = {
     "workers": "data.workers",
     "bucket_window": "nothing, since packs are formed of all parts",
@@ -36,7 +36,7 @@ _UNUSED: Mapping[str, str] = {
 
 #: Facts that must be equal in all parts -> their names in messages.
 _EQUAL = {"labels": "classes", "texts": "texts"}
-#: Facts that count records of a part.
+#: Names of the facts that count records; the counts of all parts are added.
 _COUNTED = ("cut_documents", "incomplete", "dropped")
 
 
@@ -107,7 +107,7 @@ class MixtureStream(PackStream):
         """Stream of one pass over all parts, one after another; weights and epochs are ignored.
 
         Raises:
-            DataError: a part cannot make one pass, or a row is a packed sample in some parts only.
+            DataError: a part cannot make one pass, or only some of the parts pack several documents into a row.
         """
         facts = [stream.facts for stream in self._streams]
         for index, (part, own) in enumerate(zip(self._parts, facts, strict=True)):
@@ -216,7 +216,7 @@ class MixturePacks:
         order: assignment of samples to parts.
         layout: layout of the packs.
         lengths: whether microbatches have ``lengths``, the unpadded lengths of the samples.
-        weighted: whether microbatches have weights of targets; parts without weights get the weight 1.
+        weighted: whether microbatches have loss weights of targets; in parts without weights, each target gets 1.
         fill: padding values set by the parts.
         offsets: number added to each part's sample indices, so that all indices differ.
     """

@@ -23,7 +23,7 @@ from d9d_data.new_job.kinds import KINDS, Kind
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 _NAMES = ", ".join(KINDS)
-#: Dataset -> source of small data to try a job with: a source of every Python, or a file that is written.
+#: Dataset -> small data to try a job with: a source built into every Python, or the name of a file to write.
 _SAMPLES = {
     "text": "python:topics", "labelled": "python:kinds", "chat": "conversations.jsonl",
     "preference": "preferences.jsonl", "pairs": "pairs.jsonl",
@@ -61,7 +61,7 @@ def new_job(
 
 @contextmanager
 def _only_whole(file: Path) -> Iterator[list[Path]]:
-    """Remove the files and directories in the yielded list if the body raises.
+    """Remove the files and directories in the yielded list if the ``with`` block raises.
 
     Args:
         file: the job file, for errors about a path that the operating system does not name.
@@ -147,7 +147,7 @@ def _write(
 
 
 def _check_models(name: str, model: str | None, teacher: str | None) -> None:
-    """Raise unless exactly the models that a kind needs are given."""
+    """Raise unless exactly the models that the kind of job needs are given."""
     if name == "distillation" and teacher is None and model is None:
         raise JobError(
             "distillation needs a trained model, which learns, and a larger one with the same vocabulary: --model "

@@ -31,16 +31,17 @@ from d9d_data.sources.records import read_records, value_of
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 from d9d_data.tokenizer.select import make_tokenizer
 
-#: Records whose lengths and labels are looked at.
+#: Number of records of each file whose lengths and fields are read.
 _LOOKED_AT = 200
+#: Number of records, over all files, up to which records and their labels are counted.
 _LABELS_LOOKED_AT = 20_000
-#: Longest samples that are proposed, and the divisor of their length.
+#: Largest proposed sample length in positions, and the divisor of every proposed length.
 _LONGEST, _MULTIPLE = 4096, 64
-#: Share of the records that is evaluated.
+#: Fraction of the records that is held out for evaluation.
 HELD_OUT = 0.05
 #: Usual fields of negatives; the first one needs no line in the job file.
 _NEGATIVES = ("negative", "negatives", "neg", "hard_negative", "hard_negatives")
-#: Files whose first records are encoded.
+#: Number of files whose first records are read and encoded.
 _FILES_LOOKED_AT = 20
 _TEXT_FORMATS = frozenset({"text", "topics", "docstrings"})
 
@@ -55,7 +56,7 @@ class Model:
         type: ``model_type`` of its ``config.json``; empty for a checkpoint.
         size: bytes of its safetensors files.
         positions: longest sequence, if its ``config.json`` states one.
-        tied: whether the head is the embedding.
+        tied: whether the head shares the embedding's weight.
         predicts_further: whether a job that starts from it trains layers of multi-token prediction (``mtp``).
         tokenizer: directory of its tokenizer, if it has one.
         template: whether it has a chat template.
@@ -79,11 +80,11 @@ class Records:
     Attributes:
         sources: values of ``data.sources``.
         count: number of records, or -1 if there are more than could be counted quickly.
-        fields: field of the dataset's config -> name of the field in the records, or of the records' format.
-        longest: tokens of the longest looked-at record; ``None`` without a tokenizer.
-        classes: number of classes: of different names, or the largest number plus 1.
-        unused: further fields of the looked-at records, which the dataset does not read.
-        few: whether the share :data:`HELD_OUT` of the records is less than one record.
+        fields: field of the dataset's config -> value: a field's name in the records, or the name of their format.
+        longest: number of tokens of the longest record among the first records; ``None`` without a tokenizer.
+        classes: number of classes: of different names, or the largest class number plus 1.
+        unused: fields of the first records that the dataset does not read.
+        few: whether the fraction :data:`HELD_OUT` of the records (or text files) is less than one of them.
     """
 
     sources: tuple[str, ...]
@@ -209,7 +210,7 @@ def _is_hub_name(text: str) -> bool:
 
 
 def _fields_of(record: Record, kind: Kind) -> dict[str, str]:
-    """Names of the record's fields that the dataset reads."""
+    """Field of the dataset's config -> name of the record's field that it stands for."""
     found = {}
     for name, candidates in dict(kind.fields).items():
         present = [field for field in candidates if value_of(record, field) is not None]
@@ -258,7 +259,7 @@ def _check_kind(record: Record, kind: Kind) -> None:
 
 
 def _negatives_of(record: Record, kind: Kind) -> dict[str, str]:
-    """Number and field of a record's negatives by the fields of the dataset's config; empty without negatives."""
+    """Values of the config's fields ``negative`` and ``negatives`` for a record; empty if it has no negatives."""
     if kind.dataset != "pairs":
         return {}
     field = next((name for name in _NEGATIVES if value_of(record, name)), None)

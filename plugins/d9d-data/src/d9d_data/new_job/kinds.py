@@ -15,10 +15,10 @@ class Kind:
         dataset: name of the dataset.
         record: example of a record, for comments and messages.
         lines: lines of the job file about the task, the fine-tuning method and metrics.
-        rate: learning rate of a published model.
-        batch: samples per step of a published model, and samples per forward.
-        fields: names that fields of a record may have, by the field of the dataset's config that names them.
-        tunes: whether the job needs a trained model.
+        rate: learning rate for fine-tuning a published model.
+        batch: number of samples per step for a published model, and number of samples per forward.
+        fields: field of the dataset's config -> names that this field may have in the records.
+        tunes: whether the job starts from a trained model.
         head: config of the head that replaces the model's head.
         note: comment on the most important choice of the kind.
     """

@@ -16,7 +16,7 @@ from d9d_data.new_job.kinds import Kind
 from d9d_data.sources.python import topics
 from d9d_data.tokenizer.base import CONFIG_FILE, TOKENIZER_FILE
 
-#: Tokens of a tokenizer that is trained for a new model.
+#: Vocabulary size in tokens of a tokenizer that is trained for a new model.
 VOCABULARY = 2048
 #: Special tokens of the ChatML format, and its template.
 _START, _END = "<|im_start|>", "<|im_end|>"

@@ -29,7 +29,7 @@ model:
 _SMALL_RATE = "3.0e-3"
 _SMALL_BATCH = (16, 8)
 _FEW = 400
-#: Conversations that are packed; fewer could fill fewer samples than a batch has.
+#: Smallest number of conversations that are packed; fewer, packed, could fill less than a batch.
 _PACKED = 1000
 
 
@@ -155,7 +155,7 @@ def _optimizer(plan: Plan) -> str:
 
 
 def _fitting(size: int, records: Records, kind: Kind) -> int:
-    """Samples per step, reduced to a power of 2 that the records to learn fill."""
+    """Number of samples per step, reduced to a power of 2 if the records to train on are fewer than ``size``."""
     if records.count < 0:
         return size
     if kind.dataset == "text":

@@ -1,4 +1,4 @@
-"""Random permutation of n items that needs no memory and can be evaluated at any index.
+"""Random permutation of n items that is computed at any index, without a table of n entries.
 
 A Feistel network permutes the numbers of 2h bits with any round function (Luby and Rackoff, How to Construct
 Pseudorandom Permutations from Pseudorandom Functions). Applying the network repeatedly until the result is below n

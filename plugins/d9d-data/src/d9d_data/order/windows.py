@@ -2,8 +2,8 @@
 
 Packs are formed within an epoch of the sample order, except for one pack across the end of the epoch. They are formed
 in windows: the next W samples, or the remaining samples of the epoch, are sorted by length and cut into packs, and the
-packs are shuffled. At any time, the numbers of times that two samples were given differ by at most one; any pack is a
-function of the number of consumed samples alone; and no sample is left out.
+packs are shuffled. At any time, the numbers of times that any two samples were used differ by at most one; each pack is
+a function of the number of consumed samples alone; and no sample is left out.
 
 Shapes: b samples of a pack.
 """
@@ -86,10 +86,10 @@ class WindowOrder:
         return -epoch * self.order.samples % self._batch_size
 
     def _take(self, epoch: int, first: int, count: int) -> Int64:
-        """Samples at some positions of an epoch.
+        """Samples at positions ``first`` to ``first + count`` (exclusive) of an epoch.
 
-        If a pack crosses the beginning of the epoch, the first b samples are rearranged so that no sample is twice in
-        this pack. Epochs of less than two packs are not rearranged.
+        If a pack crosses the beginning of the epoch, the epoch's first b samples are rearranged so that no sample is
+        twice in this pack. Epochs of less than two packs are not rearranged.
         """
         start, size, begun = epoch * self.order.samples, self._batch_size, self._begun(epoch)
         taken = self.order.take(start + first, count)

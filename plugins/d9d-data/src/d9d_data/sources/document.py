@@ -33,8 +33,8 @@ class Piece:
     Attributes:
         file: the file.
         field: name of the field with the text, in a structured file.
-        begin: start of the range, as for :func:`~d9d_data.sources.records.read_records`.
-        end: end of the range; the end of the file if absent.
+        begin: first byte (JSON lines) or row group (Parquet) of the piece; else 0.
+        end: first byte or row group after the piece; the end of the file if absent.
     """
 
     file: SourceFile
@@ -87,7 +87,7 @@ def _whole_text(file: SourceFile) -> str:
 
 
 def _most_text(file: SourceFile) -> int:
-    """Bytes of the largest text that a compressed file may contain, so that a small file cannot fill the memory."""
+    """Size limit in bytes of a text in a compressed file, so that a small file cannot fill the memory."""
     return min(MAX_COMPRESSED_TEXT, max(BUDGET, RATIO * stat_file(file.address).size))
 
 

@@ -33,8 +33,8 @@ FORMATS = {
     ".feather": "arrow",
 }
 _BUFFER = 1 << 18  # bytes
-#: Limit of the decompressed bytes of a file: a number for any file, and a number per compressed byte for larger files.
-#: Repetitive texts compress well, but beyond this a small file could fill the disk.
+#: Limits of a file's decompressed bytes: any file may have ``CONTENT`` bytes, a larger one ``CONTENT_RATIO`` for each
+#: compressed byte. Repetitive texts compress well, but without a limit a small file could fill the disk.
 CONTENT, CONTENT_RATIO = 1 << 27, 200
 # In the standard library since Python 3.14.
 _ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"

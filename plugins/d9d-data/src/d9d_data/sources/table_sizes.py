@@ -18,9 +18,9 @@ from d9d_data.sources.opening import SourceFile, stat_file
 
 #: Bytes of memory that any file may take at a time.
 BUDGET = 1 << 28
-#: Bytes of memory per stored byte that a larger file may take: texts compress to a tenth.
+#: Bytes of memory per stored byte up to which a file may exceed ``BUDGET``: texts compress to about a tenth.
 RATIO = 20
-#: Limits of a batch in rows and in bytes: pyarrow holds it twice while it appends, and Python once more.
+#: Largest batch in rows and in bytes. Memory holds a batch three times: twice in pyarrow, once in Python.
 _ROWS, _ROW_BYTES = 256, 1 << 26
 #: Bytes of the largest page header (Parquet), and of the largest message metadata (Arrow).
 _MAX_PAGE_HEADER, _MAX_MESSAGE = 1 << 20, 1 << 26
@@ -32,12 +32,12 @@ _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2
 
 
 def check_size(file: SourceFile, what: str, promised: int, stored: int) -> None:
-    """Raise if a part of a file takes too much memory for its stored size.
+    """Raise if a part of a file, such as a page, takes more memory than ``BUDGET`` and than ``RATIO`` times its size.
 
     Args:
         file: the file.
         what: name of the part, for the error message.
-        promised: bytes of the part in memory.
+        promised: bytes of the part in memory, according to the file's headers.
         stored: bytes of the part in the file.
 
     Raises:
@@ -398,7 +398,7 @@ def _expanded(file: SourceFile, batch: Any) -> int:
 
 
 def _expanded_array(file: SourceFile, name: str, array: Any) -> int:
-    """Bytes of an array's values in Python; a dictionary entry counts once for each use."""
+    """Bytes that an array's values take as Python objects; a dictionary entry counts once for each use."""
     import pyarrow as pa
     import pyarrow.compute as pc  # type: ignore[import-untyped]
 

@@ -64,7 +64,7 @@ class PackStream:
         source: source of this rank's share of any pack.
         batch_size: number of samples of a pack, over all ranks.
         workers: number of processes that build packs ahead.
-        identity: text that contains everything that determines the order of the samples, except the seed.
+        identity: text with all settings and digests that determine the order of the samples, except the seed.
         needs: names of the settings in ``identity``, for error messages.
 
     Attributes:

@@ -102,7 +102,7 @@ class BinSamples:
         return np.full(len(samples), self.sequence_length)
 
     def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
-        """Number of tokens that each document of samples [B] lost to truncation, given for each piece of a document."""
+        """Number of tokens lost to truncation by the document of each piece in samples [B]: one list per sample."""
         rows = []
         for sample in samples.tolist():
             members = self.bins.members[self.bins.starts[sample] : self.bins.starts[sample + 1]]
@@ -111,7 +111,11 @@ class BinSamples:
         return rows
 
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of bins [B], with ``rows`` [B], the index of each bin's first document, and ``ends`` [B, N]."""
+        """Microbatch of bins [B], with ``rows`` and ``ends``.
+
+        ``rows`` [B] is the index of each bin's first document; ``ends`` [B, N], for at most N documents per bin, is the
+        position after each document, and 0 for documents that a bin lacks.
+        """
         starts = self.bins.starts
         counts = starts[samples + 1] - starts[samples]
         ends = np.zeros((len(samples), int(counts.max())), dtype=np.int64)

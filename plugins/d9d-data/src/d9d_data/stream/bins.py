@@ -1,6 +1,6 @@
 """Bins of whole documents: each bin is a sequence filled with as many documents as fit, by best-fit decreasing.
 
-Shapes: N tokens, D pieces of documents, S positions, B sequences.
+Shapes: N tokens, D items (pieces of documents), S positions, B sequences.
 """
 
 from __future__ import annotations

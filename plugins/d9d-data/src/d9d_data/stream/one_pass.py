@@ -1,5 +1,7 @@
 """One pass over a dataset: every sample once, in the order of the sources, then fillers up to a whole pack.
 
+A filler is a repeated sample without targets, so that the last step has a full batch.
+
 :mod:`d9d_core.data` specifies such streams. Samples are sorted by length inside blocks of microbatches. A block has one
 eighth of the microbatches of a pack (the samples of a step), and at most eight microbatches. Its size depends on the
 job file alone, and with one, two, four or eight ranks each rank has whole blocks.
@@ -28,7 +30,7 @@ from d9d_data.stream.base import PackStream, facts_of
 from d9d_data.stream.packing import NO_TARGET
 from d9d_data.stream.reader import Arrays
 
-#: Name of the tensor with the index of the first row of each sample.
+#: Name of the tensor [B] with the index of each row in the dataset, -1 for fillers.
 ROWS = "rows"
 # Most microbatches of a block, and the divisor of a pack's microbatches.
 _BLOCK = 8
@@ -93,10 +95,10 @@ class OnePassStream(PackStream):
     Args:
         source: source of microbatches.
         samples: number of samples.
-        rows: number of rows, of which a sample may have several.
+        rows: number of rows of all samples; a sample of several texts has a row for each.
         context: context of the job.
         workers: number of processes that build packs ahead.
-        identity: text that contains everything that determines the numbers of the samples.
+        identity: text with all settings and digests that determine the index of each sample.
         needs: names of the settings in ``identity``, for error messages.
         facts: facts of the data.
         save_assets: function that writes the files that an exported model needs.
@@ -153,7 +155,7 @@ def one_pass_of(
         sizes: numbers of samples and of rows.
         config: config of the dataset.
         context: context of the job.
-        identity: text that contains everything that determines the numbers of the samples.
+        identity: text with all settings and digests that determine the index of each sample.
         facts: facts to add to the facts of the corpus.
         window: maximum number of samples to sort together, if the job file sets it.
 

@@ -125,7 +125,7 @@ class TextSamples:
         return np.full(len(samples), self.sequence_length)
 
     def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
-        """Number of tokens that each document of samples [B] lost to truncation."""
+        """Number of tokens that each document in samples [B] lost to truncation: one list per sample."""
         starts, rows = self.corpus.starts, []
         for first in (samples * self.sequence_length).tolist():
             begin, last = np.searchsorted(starts, (first, first + self.sequence_length - 1), side="right") - 1

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import tokenizers
 from d9d_core.errors import D9dError, DataError
 
-#: In characters: length above which a text is encoded in pieces or refused, length of a piece, window for its end.
+#: Numbers of characters: length above which a text is encoded in pieces or refused, length of a piece, and how far
+#: before its end a space is searched for to cut at.
 _LONG, _PIECE, _WINDOW = 1 << 22, 1 << 18, 1 << 12
 #: Number of pieces encoded in one call.
 _PIECES = 8
@@ -159,7 +160,7 @@ class TextTokenizer:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield pieces of a text, cut before a space between two words where possible, where tokenizers start a token."""
+    """Yield pieces of a text, cut before a space between two words if possible, because tokens mostly start there."""
     begin = 0
     while len(text) - begin > _PIECE + 1:
         end = begin + _PIECE

@@ -9,13 +9,13 @@ from d9d_core.config import PluginConfig
 
 
 class AggregateConfig(PluginConfig):
-    """Metric over all values of an observation."""
+    """Base of the configs of metrics that reduce the values of one observation to one number."""
 
     values: str
     """Name of the observation to aggregate."""
     mask: str | None = None
-    """Observation that selects values: bools, or integers that are -100 for ignored values, such as ``targets``; in the
-    values' shape or its leading dims."""
+    """Observation that selects values: bools, or integers that are -100 for ignored values, such as ``targets``. Its
+    shape is the values' shape or the leading dims of that shape."""
     series: str | None = None
     """Name of the series; ``<metric>_<values>`` by default."""
 
@@ -50,7 +50,7 @@ class WeightedMeanConfig(AggregateConfig):
     name: Literal["weighted_mean"] = "weighted_mean"
     """Selects the plugin."""
     weights: str
-    """Observation with the weights, in the values' shape or its leading dims."""
+    """Observation with the weights; its shape is the values' shape or the leading dims of that shape."""
 
     @property
     def reads(self) -> Set[str]:

@@ -33,7 +33,7 @@ class Aggregate(AccumulatedMetric):
         self.config: AggregateConfig = config
 
     def values(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Values in a wide dtype, and a mask of the selected values; ``None`` if all values are selected.
+        """Values in float64 (float32 on MPS), and a bool mask of the selected values; ``None`` if all are selected.
 
         Raises:
             JobError: an observation is missing, or the mask has another shape than the values.

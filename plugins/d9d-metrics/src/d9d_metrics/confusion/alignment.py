@@ -76,7 +76,7 @@ def align_binary(
     wanted = "give scores [...], [..., 1] or [..., 2], and targets of 0 and 1, [...] or [..., 1]"
     wide = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
     shape, one = predictions.shape, targets
-    # Whole shapes are compared, because a microbatch of one sample also has a last dim of 1.
+    # Whole shapes are compared: a last dim of 1 may also be the dim of samples, in a microbatch of one sample.
     if shape == (*targets.shape[:-1], 2) and targets.shape[-1:] == (1,):
         one = targets.squeeze(-1)
     if shape == targets.shape:
@@ -89,7 +89,7 @@ def align_binary(
         own = wide
     else:
         raise misfit(predictions, targets, names, wanted)
-    logits = scores == "logits" and predictions.is_floating_point()  # integers are decisions
+    logits = scores == "logits" and predictions.is_floating_point()  # integers are 0 or 1
     return (own.sigmoid() if logits else own).flatten(), targets.flatten().long()
 
 

@@ -82,7 +82,7 @@ class ConfusionConfig(PluginConfig):
     targets: str = "labels"
     """Observation of the classes: integers [...] or [..., 1], -100 to ignore a sample; or one-hot [..., C]."""
     scores: Literal["logits", "probabilities"] = "logits"
-    """Kind of the scores, for thresholds."""
+    """Kind of the scores; a sigmoid turns logits into the probabilities that thresholds are compared with."""
     class_names: tuple[str, ...] = ()
     """Names of the classes in series, ``<statistic>/<class>``; their numbers by default."""
     prefix: str = ""
@@ -101,7 +101,7 @@ class ConfusionConfig(PluginConfig):
     @field_validator("statistics", "averages")
     @classmethod
     def _something_is_computed(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        # A length constraint in the field's type would count values with errors of their own as missing.
+        # A length constraint in the field's type would also call a list empty whose entries are all invalid.
         if names is not None and not names:
             raise ValueError("the list is empty; give at least one name, or remove the field")
         return names

@@ -12,20 +12,21 @@ from torch import Tensor
 
 from d9d_metrics.observations import IGNORE
 
-#: Counts of a microbatch, int64: ``hits``, ``predicted`` and ``actual`` [C], ``total`` [C] or 0-d, ``outside`` 0-d.
+#: Numbers of samples of a microbatch, int64. Per class [C]: ``hits`` (predicted rightly), ``predicted`` and ``actual``.
+#: ``total``: samples that are not ignored, [C] or 0-d; ``outside``: targets that are not a class, 0-d.
 Counts = Mapping[str, Tensor]
 
 
 def count_classes(predictions: Tensor, targets: Tensor, classes: int, top_k: int | None) -> Counts:
     """Count a multiclass problem.
 
-    Of equal scores, the score of the lower class ranks higher, as in ``argmax``.
+    Of classes with equal scores, the class of the lowest index ranks highest, as in ``argmax``.
 
     Args:
         predictions: scores [N, C], or classes int64 [N].
         targets: int64 [N]; -100 to ignore a sample.
         classes: C.
-        top_k: count a target as predicted if it is among this many highest scores.
+        top_k: count a target as predicted if its score is among this many highest scores of the sample.
     """
     counts = targets != IGNORE
     valid = (targets >= 0) & (targets < classes)
@@ -40,7 +41,7 @@ def count_classes(predictions: Tensor, targets: Tensor, classes: int, top_k: int
             before = torch.arange(classes, device=targets.device) < place
             rank = (~(predictions <= own) | ((predictions == own) & before)).sum(1)
             predicted = torch.where(rank < top_k, targets, predicted)
-    # Ignored samples get an extra class, so that sizes do not depend on values.
+    # Ignored samples are counted in an extra class: removing them would make tensor sizes depend on values.
     predicted, actual = predicted.where(valid, classes), targets.where(valid, classes)
     return {
         "hits": _per_class(actual.where(predicted == actual, classes), classes),

@@ -81,7 +81,7 @@ class ConfusionMetric(AccumulatedMetric):
             self[name].to(wide_dtype(self[name].device)) for name in ("hits", "predicted", "actual")
         )
         counts = Confusion(hits, predicted - hits, self["total"] - predicted - actual + hits, actual - hits)
-        # Zero or NaN, added to every value.
+        # Added to every value: NaN before the first sample or after a target that is no class, else zero.
         known = torch.where((self["outside"] > 0) | (self["total"].sum() == 0), torch.nan, 0.0)
         values: dict[str, Tensor | Vector] = {}
         for statistic in self.config.statistics:
@@ -119,7 +119,7 @@ class ConfusionMetric(AccumulatedMetric):
         if statistic == "precision":
             return partial(precision, otherwise=otherwise)
         if statistic == "accuracy":
-            # In a multiclass problem, true negatives do not count: accuracy of a class is its recall.
+            # In a multiclass problem, true negatives do not count, so the accuracy of a class is its recall.
             share = recall if isinstance(config.problem, MulticlassProblem) else rate
             return partial(share, otherwise=otherwise)
         if statistic == "recall":

@@ -33,7 +33,7 @@ def divide(numerator: Tensor, denominator: Tensor, otherwise: float) -> Tensor:
 
 
 def rate(counts: Confusion, otherwise: float) -> Tensor:
-    """Fraction of right decisions, ``(tp + tn) / (tp + tn + fp + fn)``."""
+    """Accuracy: fraction of right decisions, ``(tp + tn) / (tp + tn + fp + fn)``."""
     return divide(counts.tp + counts.tn, counts.tp + counts.tn + counts.fp + counts.fn, otherwise)
 
 
@@ -61,8 +61,8 @@ def own_function(path: str) -> Callable[[Confusion], Tensor]:
         path: ``package.module:function``.
 
     Raises:
-        JobError: the function cannot be imported, or is not a function. A call of the result raises it if the function
-            raises, or does not return a tensor of the counts' shape.
+        JobError: the function cannot be imported, or is not a function. The returned statistic raises a ``JobError``
+            when it is called and the function raises, or does not return a tensor of the counts' shape.
     """
     try:
         function: Any = Ref(path).load()

@@ -17,7 +17,8 @@ class TokenAccuracyConfig(PluginConfig):
     top: tuple[PositiveInt, ...] = (1, 5)
     """Numbers k of most probable tokens; each has its own series."""
     ranks: str = "token_ranks"
-    """Observation of the targets' ranks: int64, 0 for the most probable token, negative where nothing is predicted."""
+    """Observation with the rank of each target among all tokens, int64: 0 if it is the most probable token, negative
+    where there is no target."""
 
     @field_validator("top")
     @classmethod

@@ -14,9 +14,9 @@ from d9d_metrics.token_accuracy.config import TokenAccuracyConfig
 
 
 class TokenAccuracy(AccumulatedMetric):
-    """Top-k token accuracy: exact fraction of the targets whose rank, as counted by the loss op, is less than k.
+    """Top-k token accuracy: exact fraction of the targets whose rank is less than k.
 
-    Tokens with the same probability as the target do not raise its rank.
+    The loss op counts a target's rank: the number of tokens that are more probable than the target.
 
     Args:
         config: config with the numbers k.
@@ -28,7 +28,7 @@ class TokenAccuracy(AccumulatedMetric):
         self.config = config
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Count the hits of one microbatch.
+        """Count the targets of one microbatch, and those among the k most probable tokens.
 
         Raises:
             JobError: the task does not give the observation of the ranks.

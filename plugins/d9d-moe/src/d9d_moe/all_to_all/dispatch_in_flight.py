@@ -1,4 +1,4 @@
-"""Dispatch in flight: tokens and labels sent to the ranks of their experts, and gradients sent back.
+"""Dispatch in flight: sends tokens, with labels (their experts and weights), to their experts' ranks; gradients return.
 
 Shapes: T tokens of this rank, H features, k experts of a token, W ranks, S rows that leave this rank, N rows that
 arrive, R rows of this rank's experts.
@@ -34,7 +34,7 @@ class DispatchInFlight:
         group: process group of the W ranks, over which the exchanges are collective.
         local: number of experts on each rank.
         side: side stream of the exchanges.
-        unpermute: op that sums the returned gradients.
+        unpermute: op that sums the gradients of a token that return from several ranks.
 
     Attributes:
         plan: ranks to which each token is sent.
@@ -61,7 +61,7 @@ class DispatchInFlight:
         self.plan = make_plan(routing.indices, group.size(), local, routing.limit)
         self.local = local
         self._group, self._ranks, self._side = group, group.size(), side
-        # The side stream reads both, so they are kept until the rows have arrived.
+        # Kept until the rows have arrived, because the side stream reads both.
         self._tokens, self._routing = tokens.detach(), routing
         self._exchange = AsyncExchange(
             (tokens, routing.weights),
@@ -71,7 +71,8 @@ class DispatchInFlight:
         self._pending: PendingTensors | None = None
         with side.active(tokens, follow=True):
             self._pending_sizes = self._exchange_counts()
-            # For the largest possible number of rows: the device has work until the host knows the actual number.
+            # Written for the largest possible number of rows, so that the device works while the host waits for the
+            # actual number.
             self._labels = write_labels(self.plan, routing.indices, routing.weights.detach(), len(routing.counts))
             self._rows = self._tokens.index_select(0, tokens_of(self.plan))
         if self.plan.padded is not None:
@@ -79,7 +80,10 @@ class DispatchInFlight:
 
     @untraced
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for tokens [N, H], weights [N, k] and experts [N, k]; index ``local`` marks experts of other ranks."""
+        """Wait for the received tokens [N, H], weights [N, k] and expert indices [N, k] on this rank.
+
+        The index ``local`` marks experts of other ranks.
+        """
         if self._pending is None:
             self._launch()
         assert self._pending is not None
@@ -128,7 +132,7 @@ class DispatchInFlight:
 
 
 class _Unpacked:
-    """Rows [N, H] and labels [N, 2 * k] in flight, received as tokens, weights and experts of this rank."""
+    """Exchange of rows [N, H] and labels [N, 2 * k] in progress; :meth:`wait` gives tokens, weights and experts."""
 
     __slots__ = ("_local", "_pending", "_rank")
 
@@ -153,7 +157,10 @@ def _to_gradients(arrived: Tensors, saved: Tensors, *, local: int, unpermute: Op
 
 
 def _of_choices(rows: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
-    """Values [T, k] of choices, read in rows [S, k] at the row sent to the choice's rank; zero without an expert."""
+    """Gradients [T, k] of the weights, each read in ``rows`` [S, k] at the row that was sent to its expert's rank.
+
+    The gradient of a choice without an expert is zero.
+    """
     if not len(rows):
         return rows.new_zeros(ranks.shape)
     absent = ranks >= places.shape[1]

@@ -31,10 +31,10 @@ class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
     the token's own rank adds them. Gradients are sent in the opposite directions. Sums have a fixed order, so the same
     input gives the same bits.
 
-    Dispatch takes three collectives (counts, tokens, labels), combine takes one, and the backward of both takes three.
-    On a GPU the host waits once, for the sizes, in :meth:`~d9d_core.traits.Transfer.wait` of the dispatch, after it has
-    launched the work before this call. With ``Routing.limit``, sizes follow from shapes, rows are padded, and the host
-    never waits.
+    Dispatch takes three collectives (counts; tokens; labels, which are experts and weights), combine takes one, and the
+    backwards of both together take three. On a GPU the host waits once, for the sizes, in the dispatch's
+    :meth:`~d9d_core.traits.Transfer.wait`, after it has launched the work before this call. With ``Routing.limit``,
+    sizes follow from shapes, rows are padded, and the host never waits.
 
     Args:
         group: process group of the ranks that share the experts.
@@ -82,10 +82,10 @@ class AllToAllHandle(NamedTuple):
 
     Attributes:
         sizes: sizes of the exchange of tokens.
-        slots: int64 [R], choice (out of N * k choices of received rows) of each row of the experts.
-        places: int64 [N, k], row of each choice; R or more for experts of other ranks.
-        weights: [N, k].
-        sent_slots: int64 [S], choice (out of T * W choices of ranks) of each sent row.
+        slots: int64 [R], index ``received row * k + choice`` of each row of the experts.
+        places: int64 [N, k], row of the experts for each choice; R or more for experts of other ranks.
+        weights: [N, k], factors of the experts' outputs.
+        sent_slots: int64 [S], index ``token * W + rank`` of each sent row.
         sent_places: int64 [T, W], sent row for each rank; S or more if the token was not sent to the rank.
     """
 

@@ -21,8 +21,8 @@ class Sizes:
     """Numbers of rows that an exchange sends to each rank and receives from each rank.
 
     Attributes:
-        sent: rows for each rank.
-        received: rows from each rank.
+        sent: number of rows for each rank.
+        received: number of rows from each rank.
     """
 
     sent: tuple[int, ...]

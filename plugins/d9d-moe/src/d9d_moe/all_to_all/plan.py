@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """Rows to send, as in :mod:`d9d_moe.dispatch.permutation`, with ranks as the choices of a token.
+    """Rows to send, in the form of :mod:`d9d_moe.dispatch.permutation` with a token's ranks in place of its experts.
 
     Attributes:
         slots: int64 [T * min(W, k)] or [S] with padding, ``token * W + rank`` of each row; -1 for padding and beyond S.
@@ -40,7 +40,7 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
     """
     count = len(indices)
     goes = torch.zeros(count, ranks + 1, dtype=torch.bool, device=indices.device)
-    goes = goes.scatter_(1, indices // local, value=True)[:, :ranks]  # dropped choices: beyond the last rank
+    goes = goes.scatter_(1, indices // local, value=True)[:, :ranks]  # cuts column W, where dropped choices are marked
     nth = goes.T.contiguous().cumsum(1).T  # [T, W], from 1; a scan along rows is parallel
     tokens = goes.sum(0)
     padded = None if limit is None else min(count, local * limit)

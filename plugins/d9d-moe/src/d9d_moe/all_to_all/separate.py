@@ -62,9 +62,9 @@ class SeparateHandle(NamedTuple):
 
     Attributes:
         inner: handle of the inner dispatch of the T * k choices.
-        slots: int64 [T * k], index of each choice.
+        slots: int64 [T * k], choice of each row: 0, 1, 2, ...
         places: int64 [T, k], row of each choice.
-        weights: [T, k].
+        weights: [T, k], factors of the experts' outputs.
     """
 
     inner: Any

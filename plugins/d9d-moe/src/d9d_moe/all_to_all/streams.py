@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """CUDA stream for all-to-all exchanges, which therefore wait only for their rows, not for later kernels."""
+    """CUDA stream for all-to-all exchanges, so that they wait only for the rows to send, not for other kernels."""
 
     __slots__ = ("_stream",)
 

@@ -1,4 +1,4 @@
-"""Base of routers: auxiliary losses, tallies and the selection bias, as traits of d9d-core.
+"""Base of routers: auxiliary losses, tallies (counts of a microbatch) and the selection bias, as traits of d9d-core.
 
 Shapes: T tokens, E experts, k experts of a token.
 """
@@ -35,8 +35,8 @@ class BalancedRouter(nn.Module):
     Args:
         experts: E.
         balancing: balancers of the router.
-        selection_bias: keep a buffer of this name, float32 [E], even if no balancer updates it.
-        drops: whether rows may be dropped.
+        selection_bias: whether to keep a buffer ``selection_bias``, float32 [E], even if no balancer updates it.
+        drops: whether rows may be dropped because their expert is full.
 
     Raises:
         BuildError: two balancers add the same term or update the bias, or a balancer is neither loss nor bias update.
@@ -112,7 +112,10 @@ class BalancedRouter(nn.Module):
             bias.copy_(torch.where(finite, self._update.moved(bias, tallies["expert_tokens"]), bias))
 
     def everywhere(self, choice: Choice, context: ContextShare | None, scores: Callable[[Tensor], Tensor]) -> Choice:
-        """Gather the choice of all positions of samples. With losses, collective over ``cp``, also in the backward."""
+        """Gather the router's choice for all positions of the samples, which ``cp`` splits over ranks, for the losses.
+
+        Without losses or ``cp``, returns the choice unchanged. Else collective over ``cp``, also in the backward.
+        """
         if context is None or not self.loss_terms():
             return choice
 
@@ -126,7 +129,7 @@ class BalancedRouter(nn.Module):
     def collectives_everywhere(
         self, step: StepShape, context: ContextShare | None, chosen: int
     ) -> Sequence[ContextCall]:
-        """Collectives of :meth:`everywhere`, for ``chosen`` experts of each token; no collectives without losses."""
+        """List the collectives of :meth:`everywhere`, for ``chosen`` experts per token; none without losses."""
         if context is None or not self.loss_terms():
             return ()
         ranks = context.ranks
@@ -152,8 +155,7 @@ class BalancedRouter(nn.Module):
         """Record the tallies of a choice; ``counts`` int64 [E] are the rows that each expert accepted."""
         found = {"expert_tokens": counts, "entropy": torch.special.entr(choice.shares().detach()).sum()}
         if "dropped" in self._tallies:
-            # Balance is measured before dropping: full experts all accept the same number, however uneven the choice
-            # is.
+            # Count the choices before dropping, because full experts all accept the same number of rows.
             found["expert_tokens"] = count_rows(choice.indices, self.experts)
             found["dropped"] = found["expert_tokens"].sum() - counts.sum()
         for name, value in found.items():

@@ -74,7 +74,7 @@ class BatchBalance:
 
 @dataclass(frozen=True)
 class ZLoss:
-    """Loss ``logsumexp(logits) ** 2``, which keeps logits small, so that their rounding errors are small.
+    """Router z-loss ``logsumexp(logits) ** 2``: keeps the logits small, so that their rounding errors are small.
 
     Zoph et al. 2022, "ST-MoE", equation 5.
     """

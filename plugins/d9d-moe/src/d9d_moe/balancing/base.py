@@ -11,7 +11,7 @@ import torch
 from d9d_core.traits import LossTerm
 from torch import Tensor
 
-#: Avoids 0 / 0 if all scores of a token underflowed; too small to change any other sum.
+#: Number added to the sum of a token's scores: avoids 0 / 0 if all scores underflowed, and changes no other sum.
 TINY = 1e-20
 
 
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
         return shares if self.padding is None else shares.masked_fill(self.padding.unsqueeze(1), 0)
 
     def rows(self, parts: int) -> Tensor:
-        """Number of times that each expert is chosen in each of ``parts`` equal parts of the tokens, [parts, E]."""
+        """Number of choices of each expert in each of ``parts`` equal consecutive parts of the tokens: [parts, E]."""
         experts = self.scores.shape[1]
         chosen = self.indices.reshape(parts, self.indices.numel() // max(parts, 1))
         # The last column is for padding.

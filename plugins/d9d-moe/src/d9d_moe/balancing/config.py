@@ -27,7 +27,7 @@ class AuxiliaryLossConfig(BalancingConfig):
     scope: Literal["sequence", "batch"] = "sequence"
     """Unit to balance: each sample, or each rank's microbatch, which depends on the division of the batch."""
     coefficient: _Positive
-    """Factor of the term in the loss; each layer adds 1 to the term if its experts are used equally."""
+    """Factor of this loss term; each layer contributes 1 to the term if its experts are used equally."""
 
 
 class ZLossConfig(BalancingConfig):
@@ -36,7 +36,7 @@ class ZLossConfig(BalancingConfig):
     name: Literal["z_loss"] = "z_loss"
     """Selects this balancing."""
     coefficient: _Positive = 1e-3
-    """Factor of the term in the loss."""
+    """Factor of this loss term."""
 
 
 class BiasUpdateConfig(BalancingConfig):
@@ -81,5 +81,5 @@ def _one_of_a_kind(value: tuple[Balancing, ...]) -> tuple[Balancing, ...]:
     return value
 
 
-#: For a field of a model's config: ``balancing: Balancers = ()``.
+#: Type of the field ``balancing`` in a model's config: balancing methods, each at most once.
 Balancers = Annotated[tuple[Balancing, ...], AfterValidator(_one_of_a_kind)]

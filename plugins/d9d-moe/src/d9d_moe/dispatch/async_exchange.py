@@ -24,8 +24,8 @@ T = TypeVar("T")
 def untraced(function: F) -> F:
     """Exclude a function from ``torch.compile``: the graph breaks there, and the function runs eagerly.
 
-    It is meant for communication that another function awaits, which Dynamo would begin to trace and then fail. The
-    decorator imports Dynamo, which takes time.
+    It is meant for functions that start communication which another function awaits: Dynamo would begin to trace such a
+    function and then fail. The decorator imports Dynamo, which takes time.
     """
     opaque: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return opaque
@@ -50,8 +50,8 @@ class AsyncExchange:
 
     Args:
         tensors: tensors that may have gradients.
-        saved: tensors that ``to_gradients`` needs; all other objects to which it refers must be small, and the same
-            when activation checkpointing recomputes the forward.
+        saved: tensors that ``to_gradients`` needs. All other objects to which ``to_gradients`` refers must be small,
+            and the same when activation checkpointing recomputes the forward.
         to_gradients: function of the received tensors and ``saved`` that returns the gradient of each of the tensors.
     """
 

@@ -37,9 +37,9 @@ class LocalHandle(NamedTuple):
     """Row indices and weights of a dispatch, for its combine.
 
     Attributes:
-        slots: int64 [R], choice of each row, out of T * k.
+        slots: int64 [R], index ``token * k + choice`` of each row.
         places: int64 [T, k], row of each choice; R or more for a choice without a row.
-        weights: [T, k].
+        weights: [T, k], factors of the experts' outputs.
         absent: whether some choices may have no row.
     """
 

@@ -46,8 +46,9 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
 
     Args:
         tokens: [T, H].
-        slots: int64 [R].
-        places: int64 [T, k]. A row to which no choice refers gets a copy too, and its gradient is dropped.
+        slots: int64 [R], the choice of each row.
+        places: int64 [T, k], the row of each choice. A row to which no choice refers gets a copy too, and its gradient
+            is dropped.
         absent: whether choices may be absent.
 
     Returns:
@@ -64,9 +65,9 @@ def unpermute(
 
     Args:
         rows: [R, H].
-        slots: int64 [R].
-        places: int64 [T, k].
-        weights: [T, k]. Weights of absent choices get zero gradients.
+        slots: int64 [R], the choice of each row.
+        places: int64 [T, k], the row of each choice.
+        weights: [T, k], factor of each choice's row; ``None`` for 1. Weights of absent choices get zero gradients.
         absent: whether choices may be absent. Without weights, the gradients of rows to which no choice refers are
             arbitrary.
 

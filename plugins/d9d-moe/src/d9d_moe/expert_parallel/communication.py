@@ -29,7 +29,7 @@ class ExpertCommunication:
             skipped if another strategy has replaced its dispatcher.
         experts: number of experts of each layer on all ranks.
         ranks: ranks along ``ep``.
-        split: number of ranks of ``tp``, which split the positions.
+        split: number of ranks of ``tp``, over which the positions are split.
     """
 
     layers: Mapping[str, tuple[HasExperts, Dispatcher]]
@@ -80,7 +80,7 @@ def rows_of_token(ranks: int, experts: int, chosen: int) -> float:
 
 
 def features_of(layer: HasExperts) -> int | None:
-    """Number of features of the rows of a layer's experts; ``None`` if their banks do not declare it."""
+    """Number of input features of a layer's experts; ``None`` if their modules do not declare their weights."""
     for bank in layer.expert_banks().values():
         for module in bank.modules():
             if isinstance(module, HasBanks) and isinstance(module, nn.Module):

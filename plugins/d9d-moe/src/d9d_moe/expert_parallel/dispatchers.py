@@ -14,7 +14,7 @@ from torch import nn
 def replace_dispatchers(
     stage: nn.Module, make: Callable[[int], Dispatcher], layers: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """Replace the dispatchers of layers with experts, in place; layers with equally many experts share one.
+    """Replace the dispatchers of layers with experts, in place; layers with equally many experts share a dispatcher.
 
     Strategies at the anchor ``expert``, position ``after``, call it to replace the dispatchers of ``expert_parallel``.
 

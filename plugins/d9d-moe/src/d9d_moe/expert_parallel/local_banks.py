@@ -1,4 +1,4 @@
-"""Forward of expert banks on the local shards of their parameters."""
+"""Forward of a module of stacked expert weights (a bank) on the local shards of its parameters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def compute_with_local_banks(bank: nn.Module) -> None:
 
 
 class LocalBanks:
-    """Forward of a bank with a rank's local experts.
+    """Callable that replaces the forward of a module of expert weights: it computes with this rank's experts only.
 
-    It is not a closure, because a deep copy of the module must use its own parameters.
+    It is an object, not a closure, because ``copy.deepcopy`` copies the ``bank`` in an object; a closure in a copied
+    module would keep using the parameters of the original module.
 
     Args:
-        bank: module whose local shards are used.
+        bank: module whose parameters are replaced by their local shards ``[local experts, ...]`` during the call.
         forward: original forward of the module.
     """
 
@@ -38,8 +39,9 @@ class LocalBanks:
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward with local shards as parameters."""
-        # As in FSDP2 and torch.func.functional_call: modules look up their parameters here at each access.
+        """Call the original forward while the module's parameters are their local shards."""
+        # Modules look up their parameters in this dict at each access; FSDP2 and torch.func.functional_call change it,
+        # too.
         own: dict[str, Any] = self.bank._parameters  # noqa: SLF001
         spread = {name: parameter for name, parameter in own.items() if isinstance(parameter, DTensor)}
         own.update({name: parameter.to_local() for name, parameter in spread.items()})

@@ -24,7 +24,7 @@ from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.dispatchers import experts_of, replace_dispatchers
 from d9d_moe.expert_parallel.local_banks import compute_with_local_banks
 
-#: View of the mesh with the axis that experts are sharded over.
+#: Name of the view of the device mesh that has the axis ``ep``, over which experts are sharded.
 VIEW = "expert"
 
 
@@ -39,7 +39,7 @@ class ExpertParallel:
         self.config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Turn banks into DTensors and replace dispatchers. Collective over all ranks.
+        """Turn expert weights into DTensors and replace dispatchers. Collective over all ranks.
 
         Raises:
             BuildError: ``ep`` does not divide the number of experts, or the model has no experts.
@@ -49,7 +49,7 @@ class ExpertParallel:
         banks: dict[str, nn.Module] = {}
         parts = matched_modules(stage, self.config.match)
         found = {name: layer for name, layer in modules_with(stage, HasExperts).items() if is_inside(name, parts)}
-        if not found and topology.sizes["pp"] == 1:  # a stage of several may be without
+        if not found and topology.sizes["pp"] == 1:  # with a pipeline, single stages may have no experts
             where = "module in 'match'" if self.config.match else "layer of the model"
             raise BuildError(
                 f"strategy '{self.config.name}': no {where} has experts to shard; remove the strategy from 'parallel'"
@@ -83,12 +83,12 @@ class ExpertParallel:
 
 
 def spread_bank(bank: nn.Module, mesh: DeviceMesh, name: str) -> None:
-    """Shard every parameter of a bank by expert for expert parallelism, on the meta device and in place.
+    """Shard every parameter of a module of expert weights over ``ep``, on the meta device and in place.
 
     Args:
         bank: module whose parameters all have the expert as dimension 0.
         mesh: mesh of ``ep``.
-        name: name of the bank, for error messages.
+        name: name of the module, for error messages.
 
     Raises:
         BuildError: the mesh does not divide the number of experts.

@@ -19,9 +19,10 @@ from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 
 
 class ClampedSwiGLU(GroupedSwiGLU):
-    """Grouped SwiGLU with biases: ``clamped_silu_mul(x @ gate + b, x @ up + c) @ down + d``, each by expert.
+    """Grouped SwiGLU with biases: ``clamped_silu_mul(x @ gate + b, x @ up + c) @ down + d`` for an expert's rows x.
 
-    OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.3.
+    Each expert has its own ``gate``, ``up``, ``down`` and biases b, c, d. OpenAI 2025, "gpt-oss-120b & gpt-oss-20b
+    Model Card", section 2.3.
 
     Args:
         hidden_size: H.
@@ -29,8 +30,8 @@ class ClampedSwiGLU(GroupedSwiGLU):
         experts: E.
         std: initial standard deviation of the gate and up projections. Biases start at zero.
         output_std: initial standard deviation of the down projection.
-        alpha: see :func:`clamped_silu_mul`.
-        limit: see :func:`clamped_silu_mul`.
+        alpha: factor inside the sigmoid of :func:`clamped_silu_mul`.
+        limit: bound at which :func:`clamped_silu_mul` clamps its inputs.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ def clamped_silu_mul(gate: Tensor, up: Tensor, *, alpha: float, limit: float) ->
         gate: [..., I].
         up: [..., I].
         alpha: factor inside the sigmoid.
-        limit: largest value.
+        limit: bound at which the inputs are clamped.
 
     Returns:
         [..., I] in the dtype of the arguments.

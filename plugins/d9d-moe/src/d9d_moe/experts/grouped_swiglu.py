@@ -1,4 +1,4 @@
-"""Experts of a layer as grouped SwiGLU: one weight bank per projection holds all experts.
+"""Experts of a layer as grouped SwiGLU: one parameter per projection (a bank) stacks the matrices of all experts.
 
 Shapes: R rows, H features, I features inside, E experts.
 """
@@ -43,7 +43,7 @@ class GroupedSwiGLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw gate and up projections from N(0, std), the down projections from N(0, output_std)."""
+        """Draw gate and up projections from N(0, std ** 2), the down projections from N(0, output_std ** 2)."""
         nn.init.normal_(self.gate_proj, std=self.std)
         nn.init.normal_(self.up_proj, std=self.std)
         nn.init.normal_(self.down_proj, std=self.output_std)
@@ -53,15 +53,18 @@ class GroupedSwiGLU(nn.Module):
         return {"into": self.into, "out_of": self.out_of, "silu_mul": self.silu_mul}
 
     def banks(self) -> Mapping[str, nn.Parameter]:
-        """Banks of all three projections."""
+        """Stacked weights of all three projections, by name."""
         return {"gate_proj": self.gate_proj, "up_proj": self.up_proj, "down_proj": self.down_proj}
 
     def bank_terms(self) -> nn.ModuleDict:
-        """Updates (such as of LoRA) that a fine-tuning method adds to the products, by bank."""
+        """Modules whose outputs (such as LoRA's low-rank products) are added to the products, by name of the bank."""
         return self.terms
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """Defer the weight gradients of all three banks, if the backend of the products supports it."""
+        """Compute the weight gradients of all three banks later, when the ``deferral`` asks for them, if supported.
+
+        The backend of the op ``grouped_linear`` must support it.
+        """
         self._deferral = deferral
         return ("gate_proj", "up_proj", "down_proj")
 

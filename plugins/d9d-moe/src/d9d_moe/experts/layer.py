@@ -58,7 +58,7 @@ class MoELayer(nn.Module):
         self.shared_gate = shared_gate
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
-        """Bank of the layer's experts; a strategy that shards it over ranks replaces ``dispatcher`` too."""
+        """Module with the weights of the experts; a strategy that shards it over ranks replaces ``dispatcher`` too."""
         return {"experts": self.experts}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:

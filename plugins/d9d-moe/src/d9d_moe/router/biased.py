@@ -24,7 +24,7 @@ class BiasedTopKRouter(TopKRouter):
         self.bias = nn.Parameter(torch.zeros(experts))
 
     def reset_parameters(self) -> None:
-        """Draw W from N(0, std); set the bias and the buffers to zero."""
+        """Draw W from N(0, std ** 2); set the bias and the buffers to zero."""
         super().reset_parameters()
         if "bias" in self._parameters:  # the constructor of the base resets its own parameters
             nn.init.zeros_(self.bias)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from d9d_moe.router.metric_config import RouterMetricConfig
 
-#: Tallies by which a module is recognised as a router.
+#: Names of tallies; a module that has all of them is recognised as a router.
 _ROUTER = frozenset({"expert_tokens", "tokens", "entropy"})
 
 
@@ -88,7 +88,7 @@ class RouterMetric:
         self._empty = False
 
     def state(self) -> dict[str, Tensor]:
-        """Sums [L] or [L, E], by tally."""
+        """Sums of the tallies since the last reset, [L] or [L, E], by name."""
         return dict(self._state)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -141,7 +141,7 @@ class RouterMetric:
         self._empty = True
 
     def _meet(self, observations: Mapping[str, Tensor]) -> torch.device:
-        """Move the sums to the device of the tallies."""
+        """Move the sums to the device of the observed tallies, and return that device."""
         found = [observations[key] for router in self._routers if (key := f"{router}/expert_tokens") in observations]
         if not found:
             raise JobError(

@@ -55,7 +55,7 @@ def keep_best_groups(scores: Tensor, groups: int, count: int) -> Tensor:
 
 
 def over_capacity(indices: Tensor, limit: int | Tensor) -> Tensor:
-    """Mask of choices, bool [T, k], beyond an expert's capacity of ``limit`` rows, first come, first served.
+    """Mask, bool [T, k], of the choices that exceed an expert's capacity of ``limit`` rows.
 
     The first choices of all tokens come before the second choices; choices of the same number are in token order:
     Lepikhin et al. 2020, "GShard", algorithm 1; Fedus et al. 2021, "Switch Transformers", section 2.2.

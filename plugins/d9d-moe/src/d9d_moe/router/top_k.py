@@ -27,10 +27,10 @@ from d9d_moe.router.selection import best, keep_best_groups, over_capacity
 class TopKRouter(BalancedRouter):
     """Top-k router with scores ``s = softmax(W h)`` or ``sigmoid(W h)``, which are the weights of the k best experts.
 
-    Softmax over all experts, then the k best: Fedus et al. 2021, "Switch Transformers", equations 1 and 2 for k = 1;
-    renormalised to a sum of one: Qwen3-MoE, Mixtral. Sigmoid, groups, renormalisation and scale: DeepSeek-AI 2024,
-    "DeepSeek-V3", equations 12 to 16; a bias for the selection only: Wang et al. 2024, "Auxiliary-Loss-Free Load
-    Balancing", equation 3.
+    Sources. Softmax over all experts, then the k best: Fedus et al. 2021, "Switch Transformers", equations 1 and 2, for
+    k = 1; weights renormalised to a sum of one: Qwen3-MoE, Mixtral. Sigmoid, groups, renormalisation and scale:
+    DeepSeek-AI 2024, "DeepSeek-V3", equations 12 to 16. A bias for the selection only: Wang et al. 2024,
+    "Auxiliary-Loss-Free Load Balancing", equation 3.
 
     Logits and scores are computed in float32 or wider, also under autocast, because bfloat16 cannot distinguish experts
     with close scores. Among equal scores, the expert with the lower index is chosen, on every device.
@@ -88,7 +88,7 @@ class TopKRouter(BalancedRouter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W from N(0, std); set the buffers to zero."""
+        """Draw W from N(0, std ** 2); set the buffers to zero."""
         nn.init.normal_(self.weight, std=self.std)
         self.reset_buffers()
 
@@ -142,7 +142,7 @@ class TopKRouter(BalancedRouter):
             None,
         )
         if self.capacity is not None:
-            limit = math.ceil(self.capacity * indices.numel() / self.experts)  # with padding, so that the host knows it
+            limit = math.ceil(self.capacity * indices.numel() / self.experts)  # counts padding, so the host knows it
             late = over_capacity(indices, self._taken(choice.positions()))
             indices, weights = indices.masked_fill(late, self.experts), weights.masked_fill(late, 0)
         counts = count_rows(indices, self.experts)
@@ -154,7 +154,7 @@ class TopKRouter(BalancedRouter):
         return TopKRouting(indices, weights, scores, counts, limit, incomplete=padding is not None)
 
     def _taken(self, positions: Tensor | int) -> Tensor | int:
-        """Maximum number of rows of an expert in a microbatch with this number of positions."""
+        """Capacity of an expert, in rows, for a microbatch with this number of positions without padding."""
         assert self.capacity is not None
         if isinstance(positions, int):
             return math.ceil(self.capacity * (positions * self.top_k) / self.experts)

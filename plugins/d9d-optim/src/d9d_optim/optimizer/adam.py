@@ -34,7 +34,7 @@ class FusedAdam(NamedOptimizer):
 
     @cached_property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of a parameter's state: the moments and the number of steps taken."""
+        """Tensors (slots) of a parameter's state: the moments and the number of steps taken."""
         largest: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = (
             {"max_exp_avg_sq": zeros} if self._config.amsgrad else {}
         )

@@ -15,7 +15,7 @@ from d9d_optim.optimizer.base import Batch
 from d9d_optim.optimizer.config import AdamWConfig
 from d9d_optim.optimizer.groups import ParameterGroup
 
-#: Slot with the bits of a master weight that a bfloat16 parameter lacks.
+#: Name of the state tensor with the bits of a master weight that a bfloat16 parameter lacks.
 _LOWER_BITS = "lower_bits"
 _HALF = 0x8000
 #: Bits of infinity without the sign; larger values are NaN.
@@ -67,7 +67,7 @@ class AdamW(FusedAdam):
         return {**self.slots, _LOWER_BITS: _no_bits} if lacks_bits else self.slots
 
     def apply(self, batch: Batch) -> None:
-        """Update the whole batch with one call, in any dtypes."""
+        """Update the whole batch, of any dtypes, with one call of the op ``adamw``."""
         self._step(batch, betas=self._config.betas, eps=self._config.eps)
 
     def _by_torch(self, batch: Batch, *, betas: tuple[float, float], eps: float) -> None:  # noqa: ARG002 - update() reads the config
@@ -83,7 +83,7 @@ class AdamW(FusedAdam):
         split_weight(weight, parameter, lower)
 
     def _by_dtype(self, group: ParameterGroup) -> Iterator[ParameterGroup]:
-        """Divide a group into parts whose parameters have the same slots."""
+        """Divide a group by the dtype of its parameters, because parameters of equal dtype have equal state tensors."""
         for dtype in sorted({self._parameters[name].dtype for name in group.names}, key=str):
             names = tuple(name for name in group.names if self._parameters[name].dtype == dtype)
             whole = len(names) == len(group.names)

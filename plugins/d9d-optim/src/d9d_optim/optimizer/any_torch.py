@@ -18,21 +18,21 @@ from d9d_optim.imports import import_path
 from d9d_optim.optimizer.base import Batch, NamedOptimizer, divide, keep_if, zeros
 from d9d_optim.optimizer.config import TorchConfig
 
-#: Arguments that the adapter passes itself.
+#: Names of the constructor arguments that this adapter sets; a job may not set them.
 _OWN = ("params", "lr", "weight_decay")
 
 
 class TorchOptimizer(NamedOptimizer):
-    """Optimizer of any torch class that the job names: gated, with state by name, and for DTensors.
+    """Optimizer that wraps any ``torch.optim.Optimizer`` class: adds the gate and state by name; supports DTensors.
 
-    Torch's classes create their state in the first step. Each parameter's initial state is therefore found beforehand,
-    by a step with a zero gradient on a tensor of zeros like the parameter: the first value of a slot is its initial
-    value.
-    Parameters are passed to the class unchanged, sharded parameters as DTensors, so that a class whose update is not
-    elementwise works; its operations may communicate.
+    Torch's classes create their state in the first step, but a checkpoint is loaded before. Each parameter's initial
+    state is therefore found by a step with a zero gradient on zeros of the parameter's shape: the first value that the
+    class stores in a slot is the slot's initial value. Parameters are passed to the class unchanged, sharded parameters
+    as DTensors, so that a class whose update is not elementwise works; its operations may communicate.
 
-    The class has no gate, so this adapter selects old or new values on the device after each step. During a step, this
-    takes memory for a copy of a group's parameters and state.
+    Torch's classes have no gate (a tensor that decides on the device whether a step changes anything), so this adapter
+    selects old or new values after each step. During a step, this takes memory for a copy of a group's parameters and
+    state.
 
     State per parameter: the tensors that the class keeps.
 
@@ -78,11 +78,11 @@ class TorchOptimizer(NamedOptimizer):
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of the first parameter's state."""
+        """Tensors (slots) of the first parameter's state."""
         return self.slots_of(next(iter(self._parameters)))
 
     def collectives(self) -> None:
-        """Collectives of a step: ``None``, unknown, because operations of the class on DTensors may communicate."""
+        """Collectives of a step: ``None``, which means unknown; operations of the class on DTensors may communicate."""
         return
 
     def apply(self, batch: Batch) -> None:
@@ -194,7 +194,7 @@ class TorchOptimizer(NamedOptimizer):
 
 
 class _Record(dict[str, Any]):
-    """State mapping of a parameter, which records the first value of each slot.
+    """State dict of a parameter that also records the first value stored under each name (slot).
 
     Attributes:
         first: copy of the first tensor of each slot, by slot name.

@@ -31,10 +31,10 @@ class Batch:
         grads: gradients of the parameters.
         slots: state tensors of the parameters by slot name, updated in place.
         lr: the learning rate of the step.
-        weight_decay: decay per unit of learning rate.
-        gate: 0-d bool on the parameters' device; if false, nothing may change.
-        found_inf: the gate for torch's fused kernels, in the form of a gradient scaler's flag: float32, 1 if the gate
-            is false.
+        weight_decay: weight decay; decoupled decay multiplies it by ``lr``.
+        gate: 0-d bool on the parameters' device; if false, the update may change no tensor.
+        found_inf: the negated gate for torch's fused kernels, which take it in the place of a gradient scaler's flag:
+            0-d float32, 1 if the gate is false.
         divisor: 0-d float32 by which gradients must still be divided; ``None`` if they are final.
     """
 
@@ -74,8 +74,8 @@ class NamedOptimizer(ABC):
     elementwise, on this rank's shards; a subclass with another kind of update overrides :meth:`apply`.
 
     Attributes:
-        takes_divisor: whether :meth:`update` divides float32 gradients by ``batch.divisor`` itself, like torch's fused
-            kernels; otherwise they are divided before, in a separate pass.
+        takes_divisor: whether :meth:`update` divides float32 gradients of float32 updates by ``batch.divisor`` itself,
+            like torch's fused kernels; all other gradients are divided before it, in a separate pass.
 
     Args:
         config: learning rate, decay and groups.
@@ -123,7 +123,7 @@ class NamedOptimizer(ABC):
                 self.apply(self._batch(group, names, state, *flags))
 
     def divide_gradients(self, divisor: Tensor) -> None:
-        """Divide the gradients by a number, at the next step.
+        """Let the next step divide the gradients by a number, for clipping without a pass of its own.
 
         Args:
             divisor: 0-d float32.
@@ -165,7 +165,7 @@ class NamedOptimizer(ABC):
         return ()
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:  # noqa: ARG002
-        """Slots of one parameter's state; by default :attr:`slots`, the same for all parameters."""
+        """Tensors (slots) of one parameter's state; by default :attr:`slots`, the same for all parameters."""
         return self.slots
 
     def apply(self, batch: Batch) -> None:
@@ -173,7 +173,7 @@ class NamedOptimizer(ABC):
         wide = [self._dtype(param) != param.dtype for param in batch.params]
         if same := [index for index, is_wide in enumerate(wide) if not is_wide]:
             part = self._divided(batch.part(same))
-            # Gradients may be accumulated in a wider format, but the fused kernels accept only one.
+            # Gradients may be accumulated in a wider dtype, but fused kernels need one dtype for all tensors.
             grads = [grad.to(param.dtype) for param, grad in zip(part.params, part.grads, strict=True)]
             self.update(replace(part, grads=grads))
         for index, is_wide in enumerate(wide):  # one by one, to hold one wide copy at a time
@@ -183,10 +183,10 @@ class NamedOptimizer(ABC):
     @property
     @abstractmethod
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of a parameter's state: for each name a function that makes the initial value of the slot.
+        """Tensors (slots) of a parameter's state: their names, and for each a function that makes its initial value.
 
-        The arguments of a function are the parameter and the dtype of moments. :func:`zeros` and :func:`counter` are
-        such functions.
+        The arguments of a function are the parameter and the dtype of its moments. :func:`zeros` and :func:`counter`
+        are such functions.
         """
 
     @abstractmethod
@@ -207,8 +207,8 @@ class NamedOptimizer(ABC):
     def _divided(self, batch: Batch) -> Batch:
         """Divide the gradients of a batch, or return the batch if :meth:`update` divides them with the same result.
 
-        A kernel divides before it rounds, so this method divides narrow gradients, and wide gradients of narrow
-        parameters.
+        A kernel would divide in float32 and not round the quotient to a narrow dtype. This method therefore divides
+        gradients narrower than float32, and gradients whose dtype is not the dtype of the update.
         """
         if batch.divisor is None:
             return batch

@@ -29,7 +29,7 @@ class GroupRule(Section):
     """Factor on the base learning rate, 1 by default. A rule with ``lr_scale: 1`` excludes parameters from later
     rules."""
     weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Weight decay of all matched parameters; by default the optimizer's, for parameters of two or more dimensions."""
+    """Weight decay of all matched parameters, also biases; by default the optimizer's, only for matched matrices."""
 
     @model_validator(mode="after")
     def _changes_something(self) -> GroupRule:
@@ -44,8 +44,8 @@ class OptimizerConfig(PluginConfig):
     lr: float = Field(ge=0, allow_inf_nan=False)
     """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight decay of parameters of two or more dimensions; biases and norm weights have none unless a group sets
-    it."""
+    """Weight decay of matrices (two or more dimensions); biases of any dimension and norm weights have none unless a
+    group sets it."""
     groups: tuple[GroupRule, ...] = ()
     """Exceptions by parameter name; the first matching pattern wins."""
     state_dtype: Literal["parameter", "float32"] | None = None
@@ -79,8 +79,8 @@ class AdamWConfig(AdamFields):
     name: Literal["adamw"] = "adamw"
     """Selects the plugin."""
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Weight decay of parameters of two or more dimensions; biases and norm weights have none unless a group sets
-    it."""
+    """Decoupled weight decay of matrices (two or more dimensions); biases of any dimension and norm weights have none
+    unless a group sets it."""
 
     master_weights: bool = False
     """Train bfloat16 parameters as float32 weights, whose lower 16 bits are optimizer state; moments are float32."""
@@ -142,9 +142,10 @@ class LionConfig(OptimizerConfig):
     lr: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
     """Base learning rate, the size of each weight's step; usually a third to a tenth of AdamW's."""
     weight_decay: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Weight decay of parameters of two or more dimensions; usually three to ten times AdamW's."""
+    """Decoupled weight decay of matrices (two or more dimensions, no biases); usually three to ten times AdamW's."""
     betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """Fractions of the average of gradients: used for the sign of the update, and kept per step; each in [0, 1)."""
+    """Weights of the old average of gradients, each in [0, 1): the first when the sign of the update is computed from
+    average and gradient, the second when the average is updated."""
 
 
 class StochasticAdamWConfig(OptimizerConfig):
@@ -155,8 +156,8 @@ class StochasticAdamWConfig(OptimizerConfig):
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Weight decay of parameters of two or more dimensions; biases and norm weights have none unless a group sets
-    it."""
+    """Decoupled weight decay of matrices (two or more dimensions); biases of any dimension and norm weights have none
+    unless a group sets it."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Fractions of the running averages of the gradient and of its square that are kept per step, each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
@@ -194,7 +195,8 @@ class MuonConfig(OptimizerConfig):
     lr: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Base learning rate of matrices; the schedule's factor and a group's ``lr_scale`` multiply it."""
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Weight decay of parameters of two or more dimensions, multiplied by each parameter's learning rate."""
+    """Decoupled weight decay of all matrices (two or more dimensions, no biases), also of AdamW's: a step multiplies it
+    by the learning rate of the matrix, before ``adjust_lr``."""
     momentum: Beta = 0.95
     """Fraction of the average of gradients that is kept per step."""
     nesterov: bool = True
@@ -220,12 +222,12 @@ class ScheduleFreeConfig(OptimizerConfig):
     lr: float = Field(default=2.5e-3, ge=0, allow_inf_nan=False)
     """Base learning rate; usually one to ten times AdamW's with a schedule."""
     betas: tuple[Annotated[float, Field(gt=0, lt=1)], Beta] = (0.9, 0.999)
-    """Weight of the average in the point where gradients are computed (above 0), and fraction of the average of squares
-    kept per step."""
+    """First: fraction of the averaged weights in the weights at which gradients are computed, above 0. Second: fraction
+    of the average of squared gradients kept per step."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Constant added to the root of the second moment."""
     weight_power: float = Field(default=2.0, ge=0, le=10)
-    """Exponent of the largest learning rate so far in the weight of a step in the average."""
+    """Exponent p: a step has the weight ``r ** p`` in the average of weights, r the largest learning rate so far."""
     state_dtype: Literal["parameter", "float32"] = "float32"
     """Number format of the state: each parameter's own, or float32 for narrower parameters."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from d9d_optim.optimizer.base import counter, replaced
 from d9d_optim.optimizer.config import EmaConfig
 
-#: Slots of a parameter's state: the average, and the number of steps taken.
+#: Names (slots) of a parameter's state tensors: the average, and the number of steps taken.
 AVERAGE, STEPS = "average", "average_steps"
 
 
@@ -88,7 +88,8 @@ class StoredAverages:
             here = gate.to(device)
             counters = [self._state[name][STEPS] for name in names]
             steps = torch.stack(counters) + here
-            shares = torch.where(here, self._share(steps), 0.0)  # all at once: a kernel per parameter would take longer
+            # One operation for all parameters: a kernel per parameter would take longer.
+            shares = torch.where(here, self._share(steps), 0.0)
             torch._foreach_copy_(counters, list(steps.unbind()))
             for name, share in zip(names, shares.unbind(), strict=True):
                 average = local(self._state[name][AVERAGE])
@@ -115,7 +116,7 @@ class StoredAverages:
         return {f"{name}/{slot}": tensor for name, slots in self._state.items() for slot, tensor in slots.items()}
 
     def _share(self, steps: Tensor) -> Tensor:
-        """Share of the newest weights in each average, after numbers of steps [n] float32."""
+        """Fraction of the newest weights in each average, float32 [n], from the number of steps taken, float32 [n]."""
         config, averaged = self._config, steps - self._config.start
         if config.decay is None:
             return averaged.clamp(min=1).reciprocal()
@@ -130,7 +131,7 @@ class Ema(StoredAverages):
 
     @property
     def average(self) -> tuple[str, float]:
-        """Slot of the averages, and the weight 1 with which they replace the parameters."""
+        """Name of the state tensor with the average, and the weight 1: evaluation uses the average in full."""
         return AVERAGE, 1.0
 
     def evaluation_weights(self) -> AbstractContextManager[None]:

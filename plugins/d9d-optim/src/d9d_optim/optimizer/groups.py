@@ -20,7 +20,7 @@ class ParameterGroup:
     Attributes:
         label: name of the group in ``d9d explain``.
         lr_scale: factor on the base learning rate.
-        weight_decay: decay per unit of learning rate.
+        weight_decay: weight decay; decoupled decay multiplies it by the learning rate.
         names: parameter names, in the model's order.
     """
 
@@ -33,7 +33,8 @@ class ParameterGroup:
 def group_parameters(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> tuple[ParameterGroup, ...]:
     """Assign the trainable parameters to groups; frozen parameters belong to no group.
 
-    Groups without a rule come first, then the groups of the rules in their order. Empty groups are left out.
+    A rule makes one group if it sets the weight decay, else two: matrices with the optimizer's decay, other parameters
+    without. Parameters that match no rule come first, then the groups of the rules in order. Empty groups are left out.
 
     Raises:
         BuildError: no parameter is trainable, or a rule applies to no parameter.
@@ -65,7 +66,7 @@ def group_parameters(config: OptimizerConfig, parameters: Mapping[str, nn.Parame
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a matrix or a bank of matrices; biases of experts [experts, features] are neither."""
+    """Whether a parameter is a matrix or stacked matrices; biases, also of experts [experts, features], are neither."""
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 

@@ -12,7 +12,7 @@ from d9d_optim.optimizer.config import LionConfig
 
 
 class Lion(NamedOptimizer):
-    """Lion: each weight changes by the learning rate, in the direction of the negative sign of an average of gradients.
+    """Lion: each weight moves by the learning rate against the sign of an average of gradients, plus weight decay.
 
     State per parameter: ``exp_avg`` in the parameter's shape.
     """

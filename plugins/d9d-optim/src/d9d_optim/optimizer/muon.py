@@ -24,8 +24,9 @@ from d9d_optim.optimizer.whole_matrices import map_matrices, matrix_collectives
 class Muon(NamedOptimizer):
     """Muon, bit-identical to ``torch.optim.Muon``, also for sharded matrices, and AdamW for the other parameters.
 
-    A matrix is a parameter of two dimensions, or a bank of matrices (experts) of three dimensions, unless it matches
-    ``adamw.match``. Its average of gradients is orthogonalised, so that the update is equally large in all directions.
+    A matrix is a parameter of two dimensions, or of three (stacked matrices of experts), that is no bias and does not
+    match ``adamw.match``. Its average of gradients is orthogonalised, so that the update is equally large in all
+    directions.
 
     State per matrix: ``momentum_buffer`` in the parameter's shape. State of other parameters as in ``adamw``:
     ``exp_avg``, ``exp_avg_sq`` and ``step``.
@@ -64,7 +65,7 @@ class Muon(NamedOptimizer):
         return {"momentum_buffer": zeros}
 
     def apply(self, batch: Batch) -> None:
-        """Update a group; all matrices together, because ranks share the work. Collective over the matrices' meshes."""
+        """Update a group: matrices in one call, to divide them among ranks. Collective over the matrices' meshes."""
         if batch.names[0] not in self._matrices:
             super().apply(batch)
             return

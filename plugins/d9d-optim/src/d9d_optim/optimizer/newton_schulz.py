@@ -25,7 +25,7 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.to(torch.bfloat16, copy=True)
-    x = x.mT if tall else x  # so that X X^T is the smaller square
+    x = x.mT if tall else x  # so that X X^T has the smaller of both sizes
     # The Frobenius norm bounds the spectral norm, which must be at most 1.
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm

@@ -20,7 +20,7 @@ class ScheduleFree(NamedOptimizer):
     computed. :meth:`evaluation_weights` makes them hold x, which is computed from y and z.
 
     State per parameter: ``z`` and ``exp_avg_sq`` in the parameter's shape; 0-d float32 ``step`` (number of steps
-    taken), ``weight_sum`` (of all weights in the average) and ``largest_lr``.
+    taken), ``weight_sum`` (sum of the weights that iterates have in the average) and ``largest_lr``.
     """
 
     def __init__(self, config: ScheduleFreeConfig, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -54,7 +54,7 @@ class ScheduleFree(NamedOptimizer):
 
     @property
     def average(self) -> tuple[str, float]:
-        """Slot ``z``, and the weight ``1 - 1 / beta1`` with which ``x`` is ``lerp(y, z, weight)``."""
+        """Name ``z`` of the iterate's state tensor, and the weight ``1 - 1 / beta1``: ``x = lerp(y, z, weight)``."""
         return "z", 1 - 1 / self._config.betas[0]
 
     def evaluation_weights(self) -> AbstractContextManager[None]:

@@ -22,7 +22,8 @@ from d9d_optim.optimizer.rounding import (
     rounded,
 )
 
-#: Largest number of elements computed at once: as many as CPU caches hold; otherwise a limit for float32 copies.
+#: Largest number of elements updated at once: on a CPU, as many as its caches hold; on other devices, a limit on the
+#: memory of float32 copies.
 _PIECE_OF_CPU, _PIECE = 1 << 16, 1 << 24
 
 
@@ -135,7 +136,7 @@ class StochasticAdamW(NamedOptimizer):
         keep_if(batch.gate, weight, _in_format(new_weight, weight, low_bits(random)))
         if average.dtype == torch.bfloat16:
             new_average = rounded(new_average, high_bits(random))
-            # The squares need random bits of their own: hashed from the first ones.
+            # The second moments need their own random bits: a hash of the bits of the first moments.
             new_square = rounded(new_square, low_bits(hashed(random, ~key)))
         keep_if(batch.gate, average, new_average)
         keep_if(batch.gate, square, new_square)

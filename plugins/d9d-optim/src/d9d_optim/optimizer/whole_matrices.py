@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 def map_matrices(
     parts: Sequence[Tensor], layouts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Apply a function to whole matrices of an optimizer, or banks of matrices, that are sharded over ranks.
+    """Apply a function to whole matrices, or stacks of matrices, that are sharded over ranks.
 
-    Collective over the ranks that shard a tensor: for as many matrices as there are ranks, two all-to-alls. Each rank
-    gathers one matrix, computes it, and scatters the result. All ranks must pass the same tensors in the same order.
-    Matrices that are whole on this rank need no communication: replicated matrices, which each rank computes, and
-    banks that are sharded between their matrices. Matrices sharded over several mesh dimensions are gathered and
-    computed by every rank.
+    Collective over the ranks that shard a tensor. In a round, each of W ranks gathers one of W tensors, applies the
+    function and scatters the result, with two all-to-alls. All ranks must pass the same tensors in the same order.
+    Tensors whose matrices are whole on this rank need no communication: replicated matrices, which each rank computes,
+    and stacks that are sharded between their matrices. A matrix that is sharded over several mesh dimensions is
+    gathered and computed by every rank.
 
     Args:
         parts: local shards of equal dtype, [rows, columns] or [matrices, rows, columns].
-        layouts: plain tensors, or DTensors with the shapes and placements of the shards.
-        function: maps a whole tensor to one of the same shape; in a bank, each matrix separately.
+        layouts: for each shard the plain tensor, or the DTensor that has the full shape and the placements.
+        function: maps a whole tensor to a tensor of the same shape; in a stack, each matrix separately.
 
     Returns:
         The local shards of the results.
@@ -74,11 +74,11 @@ _Rounds = dict[tuple[dist.ProcessGroup, int, int], list[list[int]]]
 
 
 def _sorted_out(layouts: Sequence[Tensor]) -> tuple[_Rounds, set[int]]:
-    """Sort tensors by the ranks that compute them, and return their indices.
+    """Divide tensors by the ranks that compute them, and return their indices.
 
-    The first result has the tensors that ranks compute for each other, in rounds by group, dim and number of
-    dimensions. The second result has the tensors that all ranks compute, because they are sharded over several mesh
-    dimensions. All other tensors are whole.
+    The first result maps (process group, sharded dim, number of dimensions) to rounds: lists of at most as many tensors
+    as ranks, each computed by one rank. The second result has the tensors that every rank computes, because they are
+    sharded over several mesh dimensions. The matrices of all other tensors are whole on this rank.
     """
     shared: dict[tuple[dist.ProcessGroup, int, int], list[int]] = {}
     everywhere = set()
@@ -103,7 +103,7 @@ class _Cut:
 
     Attributes:
         group: process group of the mesh dimension.
-        dim: dimension of the tensor.
+        dim: sharded dimension of the tensor.
         plain: whether shards are in the order of the ranks.
     """
 
@@ -144,14 +144,19 @@ def _map_round(
     group: dist.ProcessGroup,
     function: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
-    """Map at most as many tensors as there are ranks: rank r of the group computes tensor r. Collective over ``group``.
+    """Apply a function to at most as many tensors as the group has ranks: rank r gathers and computes tensor r.
+
+    Collective over ``group``: one all-to-all sends each tensor's shards to its rank, one returns the results' shards.
 
     Args:
-        parts: local shards, divided along ``dim`` as by ``torch.chunk``.
+        parts: this rank's shard of each tensor, divided along ``dim`` as by ``torch.chunk``.
         shapes: shapes of the whole tensors.
         dim: sharded dimension.
         group: process group, with ranks in the order of the shards.
-        function: function of a whole tensor.
+        function: maps a whole tensor to a tensor of the same shape.
+
+    Returns:
+        This rank's shard of each result.
     """
     ranks, here = group.size(), group.rank()
     own = shapes[here] if here < len(shapes) else None
@@ -171,7 +176,10 @@ def _map_round(
 def _exchange(
     rows: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, like: Tensor
 ) -> Tensor:
-    """All-to-all of flat tensors of given lengths, sent as bytes, because some backends lack some number formats."""
+    """All-to-all of flat tensors: ``sent[r]`` elements to rank r, ``received[r]`` elements from it.
+
+    Elements are sent as bytes, because some backends lack some dtypes. Collective over ``group``.
+    """
     outgoing = torch.cat(list(rows)) if rows else like.new_empty(0)
     incoming = like.new_empty(sum(received))
     size = like.element_size()

@@ -52,7 +52,7 @@ class WarmedUpConfig(PluginConfig):
 
 
 class CosineConfig(WarmedUpConfig):
-    """Schedule of a linear warm-up, then half a cosine."""
+    """Schedule of a linear warm-up, then a decay along half a cosine."""
 
     name: Literal["cosine"] = "cosine"
     """Selects the plugin."""
@@ -96,7 +96,7 @@ class InverseSqrtConfig(PluginConfig):
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
     """Selects the plugin."""
     warmup_steps: int = Field(default=1000, ge=1)
-    """Steps in which the factor rises linearly to 1; after four times as many steps it is 1/2."""
+    """Number of steps in which the factor rises linearly to 1; at step ``4 * warmup_steps`` the factor is 1/2."""
 
 
 class TorchScheduleConfig(PluginConfig):
@@ -121,8 +121,8 @@ class Phase(Section):
     to: float = Field(ge=0, le=1e6, allow_inf_nan=False)
     """Factor in the last step of the phase."""
     curve: CurveName = "linear"
-    """Curve to that factor: ``linear``, ``cosine``, ``poly``, ``poly_late``, ``exponential``, ``inverse_sqrt``, or the
-    import path of a function of (begin, end, progress)."""
+    """Curve to the factor ``to``: ``linear``, ``cosine``, ``poly``, ``poly_late``, ``exponential``, ``inverse_sqrt``,
+    or the import path of a function of (begin, end, progress)."""
     power: float | None = Field(default=None, gt=0, le=100)
     """Exponent of ``poly`` and ``poly_late``, 2 by default: above 1, ``poly`` changes fastest at the start,
     ``poly_late`` at the end."""

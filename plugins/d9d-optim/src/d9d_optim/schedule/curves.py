@@ -15,10 +15,10 @@ from d9d_core.errors import JobError
 from d9d_optim.imports import import_path
 from d9d_optim.schedule.config import Phase
 
-#: Function of (begin, end, progress).
+#: Type of curves: function of (begin, end, progress) that returns a factor on the learning rate.
 Curve = Callable[[float, float, float], float]
 
-#: Largest number of points at which a user's curve is checked before the run.
+#: Largest number of steps for which a user's curve is checked before the run.
 _TRIALS = 10_000
 
 

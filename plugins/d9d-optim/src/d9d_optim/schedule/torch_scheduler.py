@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from d9d_optim.imports import import_path
 from d9d_optim.schedule.config import TorchScheduleConfig
 
-#: Arguments that are the length of the run.
+#: Names of scheduler arguments that get the number of the run's steps by default.
 _LENGTHS = ("total_steps", "T_max")
 
 

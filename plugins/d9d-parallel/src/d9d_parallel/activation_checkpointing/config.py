@@ -16,12 +16,14 @@ class ActivationCheckpointingConfig(PluginConfig):
     match: tuple[str, ...] = ("*",)
     """Patterns of qualified block names, such as ``layers.1?``; ``*`` matches any text, ``?`` one character."""
     every: int = Field(default=1, ge=1)
-    """Step among the matched blocks: takes the first block and each ``every``-th after it; 2 takes half of them."""
+    """Distance of the checkpointed blocks among the matched blocks, from the first block on; 2 checkpoints every second
+    block."""
     save: tuple[str, ...] = ()
-    """Ops with stored outputs, such as ``attention``, with any kernel; or patterns of torch operators, such as
-    ``aten.mm``. Takes more memory and recomputes less."""
+    """Ops whose outputs are stored instead of recomputed: ops such as ``attention``, whatever their kernel, or patterns
+    of torch operators such as ``aten.mm``. This takes more memory and recomputes less."""
     preserve_rng_state: bool = True
-    """Repeat the random numbers of the forward. Only for blocks without randomness (dropout) may it be false."""
+    """Repeat the forward's random numbers in the recomputation. It may be false only if blocks draw none (no
+    dropout)."""
 
     @field_validator("match")
     @classmethod

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing by operator: which outputs of operators a checkpointed block stores."""
+"""Selective activation checkpointing: a checkpointed block stores the outputs of chosen operators."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class KeepOutputs:
     Operators are looked up in the first call, because kernels are bound and imported after the strategies.
 
     Args:
-        save: names of ops of the slots, and patterns of operator names.
-        slots: op slots of the blocks.
+        save: names of ops, and patterns of names of torch operators, whose outputs are stored.
+        slots: op slots of the blocks, by which the operators of an op's bound kernel are found.
     """
 
     def __init__(self, save: Iterable[str], slots: Sequence[OpSlot] = ()) -> None:
@@ -109,18 +109,18 @@ class WarnOfUnmet:
             )
 
 
-#: Contexts of blocks that store nothing.
+#: Contexts of blocks that store no operator's output.
 KEEPING_NOTHING: Contexts = partial(create_selective_checkpoint_contexts, KeepOutputs(()))
 
 
 def contexts_of(policy: KeepOutputs) -> Contexts:
-    """Contexts of selective checkpointing with a policy; blocks should share one, or Dynamo recompiles for each."""
+    """Contexts of selective checkpointing with a policy; blocks should share them, or Dynamo recompiles each block."""
     # Dynamo accepts a function or a partial, and does not trace into either.
     return partial(create_selective_checkpoint_contexts, policy)
 
 
 def unknown_operators(save: Sequence[str], ops: Collection[str]) -> dict[str, str]:
-    """Find entries of ``save`` without a dot that match neither an op of these blocks nor an operator; with reasons.
+    """Find entries of ``save`` without a dot that match neither an op of these blocks nor an operator: entry -> error.
 
     Args:
         save: ops, or patterns of operator names, such as ``aten.mm``. An entry that begins with the name of a package

@@ -23,8 +23,8 @@ class Recomputed:
     Args:
         forward: original forward of the module.
         preserve_rng_state: whether the recomputation must draw the same random numbers.
-        contexts: contexts of selective checkpointing; ``None`` stores nothing; see
-            :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`.
+        contexts: contexts of selective checkpointing from
+            :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`; ``None`` stores no operator's output.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True, con
     Args:
         module: module with the forward.
         preserve_rng_state: whether the recomputation must draw the same random numbers.
-        contexts: contexts of selective checkpointing; ``None`` stores nothing; see
-            :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`.
+        contexts: contexts of selective checkpointing from
+            :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`; ``None`` stores no operator's output.
     """
     module.forward = Recomputed(module.forward, preserve_rng_state=preserve_rng_state, contexts=contexts)
 

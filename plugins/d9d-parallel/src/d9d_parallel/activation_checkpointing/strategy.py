@@ -56,9 +56,9 @@ class ActivationCheckpointing:
 
 
 def choose(names: Sequence[str], patterns: Sequence[str], every: int) -> tuple[list[str], dict[str, str]]:
-    """Names that match a pattern, in order: the first of them and each ``every``-th after it.
+    """Choose every ``every``-th of the names that match a pattern, in order, from the first on.
 
-    Also returns the patterns that match no name, each with an error message for when no other stage matches it.
+    Also returns the patterns that match no name, each with the error message for the case that no stage matches it.
     """
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     unmatched = {

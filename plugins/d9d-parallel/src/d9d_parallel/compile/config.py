@@ -7,7 +7,7 @@ from typing import Literal
 from d9d_core.config import PluginConfig
 from pydantic import model_validator
 
-#: Modes of inductor that record CUDA graphs.
+#: Modes of ``torch.compile`` in which inductor records CUDA graphs.
 _RECORDING = ("reduce-overhead", "max-autotune")
 
 
@@ -17,14 +17,14 @@ class CompileConfig(PluginConfig):
     name: Literal["compile"] = "compile"
     """Selects the plugin."""
     backend: str = "inductor"
-    """Compiler behind Dynamo; ``aot_eager`` and ``eager`` help to locate a problem in a part of the compiler."""
+    """Backend of ``torch.compile``; ``aot_eager`` and ``eager`` help to find which part of the compiler fails."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    """Goal of inductor's optimisation."""
+    """Mode of ``torch.compile``: what inductor optimises for."""
     fullgraph: bool = False
     """Raise an error if a block cannot be compiled as one graph."""
     dynamic: bool | None = None
-    """Compile for any shape (true), for each shape separately (false), or for any shape after the second one
-    (absent)."""
+    """Compile for any shape (true), for each shape separately (false), or first for one shape, and for any shape once
+    another one occurs (absent)."""
     cudagraphs: bool = False
     """Record each block's forward and backward as CUDA graphs, so that the host launches one graph instead of many
     kernels; ``reduce-overhead`` and ``max-autotune`` do so too."""

@@ -1,7 +1,7 @@
-"""Op ``attention_block``: attention of some queries to some keys, with the log-sum-exps that merge blocks.
+"""Op ``attention_block``: attention of some queries to some keys, with log-sum-exps, by which blocks can be merged.
 
-The slot's static facts are the same as of the op ``attention``. A backend is an object with these methods, which may
-leave work queued on the device and must not synchronise; :class:`ReferenceBlocks` is the reference:
+The slot has the same static facts as the op ``attention``. A backend is an object with these methods, which only queue
+work on the device and must not synchronise with it; :class:`ReferenceBlocks` is the reference:
 
 - ``prepare(queries, keys, documents, window, device) -> [(queries, keys, mask), ...]`` divides the block into parts.
   Positions of queries and keys are ranges in ascending order; ``documents`` is int64 [B, S] of all positions or
@@ -9,9 +9,10 @@ leave work queued on the device and must not synchronise; :class:`ReferenceBlock
   queries, a slice of the keys, and the backend's data for it. No query may attend to a key outside of the parts. For
   a kind of mask other than causal, which a backend's attribute ``mask_kinds`` must name, ``prepare`` also gets the
   keyword ``mask``, see :mod:`d9d_core.attention`.
-- ``(query, key, value, mask) -> (out, total)`` computes a part, see :func:`attend`.
-- ``backward(grad, query, key, value, out, total, mask) -> gradients`` is its backward, given the output and the
-  log-sum-exps of the whole attention, see :func:`attend_backward`.
+- ``(query, key, value, mask) -> (out, total)`` computes a part; arguments and results are those of :func:`attend`.
+- ``backward(grad, query, key, value, out, total, mask) -> gradients`` computes a part's contribution to the gradients,
+  given output and log-sum-exps of the attention to all keys; arguments and results are those of
+  :func:`attend_backward`.
 
 The reference computes in float32 or wider, in tiles of queries; only one tile's scores exist at a time, also in the
 backward, which recomputes them. Dao et al. 2022, "FlashAttention", sections 3.1 and B.2.
@@ -33,7 +34,7 @@ from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from torch import Tensor
 
-#: Largest number of scores that exist at a time.
+#: Largest number of attention scores that the reference holds in memory at a time.
 TILE = 2**26
 
 
@@ -42,11 +43,12 @@ class Block:
     """Block of the score matrix of context-parallel attention.
 
     Attributes:
-        query, key: positions of the first query and of the first key.
+        query, key: positions, in the sample, of the block's first query and first key.
         documents: document indices of queries and keys, int64 [B, Q] and [B, T]; ``None`` if a sample is one document.
         window: number of positions that a query attends to, including its own; ``None`` for all.
         kind: kind of the mask.
-        groups: the mask's blocks of queries and keys, int64 [B, Q] and [B, T]; ``None`` without blocks.
+        groups: for masks of kinds with blocks, the block index of each query and key, int64 [B, Q] and [B, T]; ``None``
+            for other kinds.
     """
 
     query: int
@@ -91,14 +93,14 @@ class BlockSlot(OpSlot):
     """Slot of the op ``attention_block``, which refuses backends that do not compute its kind of mask."""
 
     def refusal(self, function: Callable[..., Any]) -> str | None:
-        """Reason why a function cannot compute the mask of this slot; ``None`` if it can."""
+        """Reason why a backend function cannot compute this slot's kind of mask; ``None`` if it can."""
         return function_refusal(self.static, function)
 
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
-        """Replace the bound function.
+        """Bind a backend's function to the slot.
 
         Raises:
-            BuildError: the function does not compute the kind of mask.
+            BuildError: the function does not compute the slot's kind of mask.
         """
         if (refusal := self.refusal(function)) is not None:
             raise BuildError(f"kernels.{self.op}: '{backend}' {refusal}; choose flex, or leave the choice to d9d")
@@ -109,7 +111,7 @@ class ReferenceBlocks:
     """Reference backend in plain PyTorch: one block for each pair of a run of queries and a run of keys.
 
     Attributes:
-        mask_kinds: see :mod:`d9d_core.attention`.
+        mask_kinds: kinds of masks that it computes, named as in :mod:`d9d_core.attention`.
     """
 
     mask_kinds = MASK_KINDS
@@ -159,8 +161,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Ten
         block: positions and documents, for the mask.
 
     Returns:
-        Output [B, Q, N, D], and log-sum-exp of each query's unmasked scores [B, Q, N], minus infinity where there are
-        none; float32 or wider.
+        Output [B, Q, N, D], and log-sum-exp [B, Q, N] of each query's unmasked scores, minus infinity for a query
+        without unmasked scores; both float32 or wider.
     """
     wide_key, wide_value = _wide(key), _wide(value)
     outs, sums = [], []
@@ -176,15 +178,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Ten
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of one block: contributions to the gradients of queries, keys and values of the whole attention.
+    """Backward of one block: its contributions to the gradients of queries, keys and values.
 
     Args:
-        grad: gradient of the whole attention's output, [B, Q, N, D].
+        grad: gradient of the output of these queries' attention to all keys, [B, Q, N, D].
         query: [B, Q, N, D].
         key: [B, T, K, D].
         value: [B, T, K, D].
-        out: output of the whole attention, [B, Q, N, D].
-        total: log-sum-exp of all scores of each query in the whole attention, [B, Q, N].
+        out: output of these queries' attention to all keys, not only the block's, [B, Q, N, D].
+        total: log-sum-exp of each query's scores for all keys, not only the block's, [B, Q, N].
         block: positions and documents, for the mask.
 
     Returns:
@@ -209,13 +211,13 @@ def attend_backward(
 
 
 def merge_into(out: Tensor, total: Tensor, other: Tensor, of_other: Tensor) -> None:
-    """Merge attention of the same queries to two sets of keys, into the first one, in place.
+    """Merge the attention of the same queries to two disjoint sets of keys; ``out`` and ``total`` change in place.
 
     Args:
         out: output for the first keys, [B, Q, N, D], float32 or wider.
         total: log-sum-exp for the first keys, [B, Q, N], same dtype; minus infinity for a query without keys.
-        other: output for the other keys, like ``out``, in any dtype.
-        of_other: log-sum-exp for the other keys, like ``total``.
+        other: output for the other keys, [B, Q, N, D], in any dtype.
+        of_other: log-sum-exp for the other keys, [B, Q, N], minus infinity for a query without keys.
     """
     both = torch.logaddexp(total, of_other)
     mine, theirs = ((of - _finite(both)).exp().unsqueeze(-1) for of in (total, of_other))
@@ -224,7 +226,7 @@ def merge_into(out: Tensor, total: Tensor, other: Tensor, of_other: Tensor) -> N
 
 
 def _places(runs: Sequence[range]) -> Iterator[tuple[slice, range]]:
-    """Yield each run of positions, with its slice in the concatenation of all runs."""
+    """Yield for each range of positions its slice in the concatenation of all ranges, and the range."""
     start = 0
     for run in runs:
         yield slice(start, start + len(run)), run

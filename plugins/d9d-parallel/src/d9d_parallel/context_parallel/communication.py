@@ -15,7 +15,7 @@ from torch import nn
 from d9d_parallel.context_parallel.share import ContextPositions
 from d9d_parallel.ranks import Ranks
 
-#: Bytes of the gradients that a ring sums, or more if the model computes in a wider format.
+#: Bytes per element of the gradients that a ring sums, at least; more if the model computes in a wider dtype.
 _WIDE = 4
 
 
@@ -28,7 +28,7 @@ class Meeting:
         heads: ranks that exchange positions for heads (methods ``ulysses`` and ``hybrid``); ``None`` for none.
         ring: ranks that pass keys and values around (``ring`` and ``hybrid``); ``None`` for none. In ``hybrid``, the
             ranks of a ring have the same heads, and their positions are in zigzag order, in fewer and longer chunks.
-        keys: share of positions whose keys and values are gathered (``all_gather``); ``None`` for none.
+        keys: positions of this rank, whose keys and values are gathered (method ``all_gather``); ``None`` for none.
     """
 
     tp: int
@@ -45,7 +45,8 @@ class Heads:
         query: number of query heads.
         key_value: number of key/value heads.
         features: number of features of a head.
-        latent: number of elements of a position from which keys and values are computed; ``None`` if they are not.
+        latent: number of elements of a position's latent vector, if keys and values are computed from latent vectors;
+            else ``None``.
     """
 
     query: int
@@ -55,12 +56,12 @@ class Heads:
 
 
 class _Call(NamedTuple):
-    """Collective that each pass through an attention core calls.
+    """Collective that an attention core calls in each forward, or in each backward.
 
     Attributes:
         kind: operation.
         ranks: ranks of the collective, in order.
-        numbers: elements of the tensor per position of this rank; ``None`` if the core does not declare its heads.
+        numbers: number of elements sent per position of this rank; ``None`` if the core does not declare its heads.
         what: name of the exchanged tensors.
         backward: whether it is part of the backward; otherwise of the forward.
         times: number of calls in one pass.
@@ -157,7 +158,7 @@ def _swaps(heads: Heads | None, ranks: Ranks) -> Iterator[_Call]:
 
 
 def _turns(numbers: int | None, ring: Ranks) -> Iterator[_Call]:
-    """Sends and receives of a ring; gradients of keys and values take one more step, back to their rank."""
+    """Sends and receives of a ring of R ranks: R - 1 of keys and values, R of their gradients, which return home."""
     here, following, previous = (ring.numbers[(ring.rank + turn) % ring.size] for turn in (0, 1, -1))
     ways: Mapping[Kind, tuple[int, ...]] = {
         "send": tuple(sorted((here, following))),

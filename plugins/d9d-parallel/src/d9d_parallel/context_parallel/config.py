@@ -17,7 +17,7 @@ class ContextParallelConfig(PluginConfig):
     """Exchange in attention: ``ulysses`` swaps positions for heads, ``all_gather`` gathers keys and values, ``ring``
     passes them around, ``hybrid`` combines ``ulysses`` and ``ring``."""
     head_ranks: Annotated[int, Field(ge=2)] | None = None
-    """For ``hybrid``: number of neighbouring ranks that swap positions for heads; a ring connects such groups."""
+    """For ``hybrid``: number of neighbouring ranks that swap positions for heads; rings connect such groups."""
 
     @model_validator(mode="after")
     def _head_ranks_of_hybrid(self) -> Self:

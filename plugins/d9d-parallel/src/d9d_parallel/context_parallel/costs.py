@@ -30,7 +30,7 @@ def alternatives(config: ContextParallelConfig) -> Sequence[ContextParallelConfi
 
 @dataclass(frozen=True, slots=True)
 class AttentionCosts:
-    """Costs of context-parallel attention and its exchanges; equal instances count as one in plans.
+    """Function that computes the costs of context-parallel attention; comparable, because plans merge equal ones.
 
     Attributes:
         method: method of the config.
@@ -72,7 +72,7 @@ def _gathered(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
     if shape.latent:
         return _gathered_latents(op, shape, ranks)
     own = 2 * _key_value_bytes(shape)
-    # Both are concatenated, gathered and reordered; their gradients are split and summed.
+    # Keys and values are concatenated, gathered and reordered; their gradients are split and summed.
     moved = 2 * own + 2 * ranks * own
     return ContextCost(
         (replace(op, kept=op.kept + (ranks - 1) * own), _copies("gathered keys", moved, moved)),
@@ -115,7 +115,7 @@ def _swapped(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
     keys = 2 * _key_value_bytes(replace(shape, key_value_heads=max(pairs, ranks)))
     there = back + keys
     one, other = (Exchange("all_to_all", "cp", size, ranks) for size in (there, back))
-    moved = 2 * (3 * there + 2 * back)  # packed, joined and parted
+    moved = 2 * (3 * there + 2 * back)  # bytes read and written to pack, join and split tensors
     # Repeated heads are stored repeatedly; the output is stored again as the input of the following projection.
     kept = op.kept + keys - 2 * _key_value_bytes(shape) + back
     return ContextCost((replace(op, kept=kept), _copies("swapped heads", moved, moved)), (one, other), (other, one))
@@ -135,7 +135,7 @@ def _ring(op: OpCost, shape: AttentionShape, ranks: int, stride: int) -> Context
     """
     size, wide = 2 * _key_value_bytes(shape), max(shape.width, _FLOAT32)
     gradients = size * wide / shape.width
-    # Each turn adds to sums in float32: its part is read once, and the sum is read and written.
+    # Each turn adds its result to a float32 sum: the result is read, the sum is read and written.
     outputs = shape.rows * shape.query_heads * shape.features
     merged = ranks * (shape.width + 2 * wide) * outputs
     added = ranks * (shape.width + 2 * wide) * (outputs + size / shape.width)

@@ -1,6 +1,7 @@
 """Forwards of attention cores for a rank's own positions.
 
-Each class replaces ``core.forward``. They are not closures, because a deep copy of a core needs its own masks.
+An instance of each class replaces ``core.forward``. They are objects, not closures, so that a deep copy of a core has
+its own copy of them, with its own masks.
 
 Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, R ranks.
 """
@@ -27,8 +28,8 @@ class GatheredKeys:
     any kind of mask works as in one process.
 
     Args:
-        core: attention core that accepts queries at some positions only.
-        share: share of positions of this rank.
+        core: attention core that accepts queries of some positions together with keys of all positions.
+        share: positions of this rank.
     """
 
     def __init__(self, core: nn.Module, share: ContextShare) -> None:
@@ -43,10 +44,10 @@ class GatheredKeys:
 
 
 class ExchangedHeads:
-    """Context-parallel forward with all positions of some heads instead of some positions of all (method ``ulysses``).
+    """Context-parallel forward (method ``ulysses``): all-to-alls give each rank all positions of some heads.
 
-    Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. If there are fewer key/value heads than ranks, each is sent to
-    several ranks, and their gradients are summed.
+    Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. If there are fewer key/value heads than ranks, each head is sent
+    to several ranks, and its gradients from these ranks are summed.
 
     Args:
         core: any attention core.
@@ -82,8 +83,8 @@ def check_heads(query_heads: int, key_value_heads: int, ranks: int) -> None:
     """Raise an error if heads cannot be divided over ranks.
 
     Raises:
-        BuildError: the ranks do not divide the query heads, or neither divide nor are a multiple of the key/value
-            heads.
+        BuildError: the number of ranks does not divide the number of query heads, or it neither divides nor is a
+            multiple of the number of key/value heads.
     """
     problem = ""
     if query_heads % ranks:

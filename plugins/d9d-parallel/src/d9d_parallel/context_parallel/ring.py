@@ -34,7 +34,7 @@ class RingAttention:
         ranks: ranks of the ring, in order.
 
     Attributes:
-        mask_kinds: see :mod:`d9d_core.attention`.
+        mask_kinds: kinds of masks that it computes, named as in :mod:`d9d_core.attention`.
     """
 
     mask_kinds = MASK_KINDS
@@ -63,10 +63,11 @@ class RingAttention:
         *,
         mask: MaskKind = "causal",
     ) -> Turns:
-        """Prepare the data of each turn, for all layers with this window.
+        """Prepare masks for each turn (attention to the keys of one rank), for all layers with this window.
 
         Args:
-            documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
+            documents: document index of each position, int64 [B, S], also together with blocks; ``None`` if a sample
+                is one document.
             length: S.
             window: number of positions that a query attends to, including its own; ``None`` for all.
             device: device of queries and keys.
@@ -90,10 +91,9 @@ class RingAttention:
             query: [B, S / R, N, D]; positions in zigzag order, as for keys and values.
             key: [B, S / R, K, D].
             value: [B, S / R, K, D].
-            documents: result of :meth:`prepare`; or int64 [B, S], also with blocks, or ``None`` if a sample is one
-                document.
+            documents: result of :meth:`prepare`; or its argument ``documents``.
             window: number of positions that a query attends to, including its own; ``None`` for all.
-            sinks: [N], see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for none.
+            sinks: [N], for each head a score that takes part in the softmax without a value; ``None`` for none.
 
         Returns:
             [B, S / R, N, D] in the dtype of the queries.
@@ -133,7 +133,8 @@ class Plan:
     Attributes:
         ranks: ranks of the ring.
         chunk: number of positions of a chunk; each rank has two chunks.
-        documents: int64 [B, S], also with blocks; ``None`` if a sample is one document.
+        documents: document index of each position, int64 [B, S], also together with blocks; ``None`` if a sample is one
+            document.
         window: number of positions that a query attends to; ``None`` for all.
         device: device of queries and keys.
         blocks: backend of the op ``attention_block``.
@@ -209,8 +210,9 @@ class _Ring(torch.autograd.Function):
                 of_values.add(theirs, added[2])
             for sums in (of_keys, of_values):
                 sums.finish()
-            # Gradients of these keys from earlier ranks arrive while this rank computes its own. After the last turn,
-            # gradients of the next rank's keys are complete here, and are sent to it.
+            # While this rank computes its contribution to the gradients of these keys, the contributions of earlier
+            # ranks arrive. After the last turn, this rank has the complete gradients of the next rank's keys and
+            # sends them to that rank.
             travelling = Passing(of_here if travelling is None else travelling.wait().add_(of_here), ring.ranks)
             if coming is not None:
                 here = coming.wait()
@@ -227,7 +229,7 @@ def _of_sinks(grad: Tensor, result: Tensor, total: Tensor, sinks: Tensor) -> Ten
 
 
 class PlacedSum:
-    """Accumulator of gradients at slices of a tensor, whose memory need not be filled with zeros first.
+    """Accumulator of gradients at slices of a tensor; it does not fill the whole memory with zeros first.
 
     Args:
         memory: [B, Q or T, heads, D], float32 or wider, uninitialised; holds the sum after :meth:`finish`.

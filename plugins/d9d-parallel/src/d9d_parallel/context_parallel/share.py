@@ -1,4 +1,4 @@
-"""Share of the positions on one rank of ``cp``, and exchanges of tensors with positions.
+"""Positions of a sample that one rank of ``cp`` has, and exchanges of tensors that have a dimension of positions.
 
 Shapes: B samples, S positions, R ranks.
 """

@@ -1,4 +1,4 @@
-"""Collectives of FSDP2's units in a step: gathered parameters and reduced gradients."""
+"""Collectives of FSDP2's units in a step: all-gathers of parameters, and reductions of gradients."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Unit:
         parameters: parameters of the unit by name, with their shape on this rank before sharding.
         view: view of the mesh that the unit is sharded over.
         dims: dimensions of the view: shards, or replicas and shards.
-        reshards: whether its gathered parameters are freed after the forward; with a number, the backward gathers them
-            from that many ranks only.
-        prefetches: whether the job sets the units that the unit's backward prefetches.
+        reshards: whether its gathered parameters are freed after the forward; a number means that they are, and that
+            the backward gathers them from that many ranks only.
+        prefetches: whether the job, not FSDP2, sets which units the unit's backward prefetches.
         even: whether parameters are sharded evenly, in any dimension; otherwise dimension 0 is padded.
     """
 
@@ -47,7 +47,8 @@ class FsdpCommunication:
         defer: reductions deferred to the last microbatch.
         param_dtype: dtype of gathered parameters, if it differs from the dtype of the parameters.
         reduce_dtype: dtype of reductions, if it differs from the dtype of the gradients.
-        together: units of all entries of the stage, which prefetch each other, in the same order; by default ``units``.
+        together: units of all data-parallel entries of the job in this stage, which prefetch each other, in the same
+            order; by default ``units``.
     """
 
     stage: nn.Module
@@ -81,7 +82,7 @@ class FsdpCommunication:
             first = shards.index(self.topology.rank) // unit.reshards * unit.reshards
             near = shards[first : first + unit.reshards]
             group = f"{unit.reshards} ranks of {unit.dims[-1]}"
-            # Each rank's shard is padded, so sizes may be slightly larger.
+            # Shards may be padded, so the actual size may be slightly larger.
             yield Collective("all_gather", group, near, size, backward, f"{what}, backward", approximate=True)
 
     def _reductions(self, unit: Unit, step: StepShape) -> Iterator[Collective]:
@@ -120,7 +121,7 @@ class _State:
     Attributes:
         whole: whether the unit's parameters are gathered.
         forward, backward: numbers of all-gathers in forwards and in backwards so far.
-        indices: positions, in the order of forwards, of the unit's forwards whose backward has not run yet.
+        indices: indices, among all forwards of the step, of this unit's forwards whose backward has not run yet.
     """
 
     def __init__(self) -> None:

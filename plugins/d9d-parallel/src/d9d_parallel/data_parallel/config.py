@@ -24,15 +24,16 @@ class DataParallelConfig(PartConfig):
     """Reductions deferred to the last microbatch, for less communication and more memory: ``all_reduce`` only over
     replicas, ``everything`` all of them. Deferred gradients are accumulated in ``reduce_dtype``."""
     forward_prefetch: NonNegativeInt = 0
-    """Number of blocks prefetched in the forward; 0 prefetches one block if parameters are gathered directly, otherwise
-    gathers each block when the host reaches it."""
+    """Number of blocks whose parameters are gathered ahead in the forward. With 0, one block if parameters are gathered
+    without copies (direct gather), otherwise none: each block is gathered when the host reaches it."""
     backward_prefetch: NonNegativeInt = 0
-    """Number of blocks prefetched in the backward; 0 leaves it to FSDP2, which prefetches one."""
+    """Number of blocks whose parameters are gathered ahead in the backward; 0 leaves it to FSDP2, which gathers one
+    ahead."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and compute on the device."""
     ignore: tuple[str, ...] = ()
-    """Patterns of names of parameters to replicate on every rank, in their own format; their gradients are reduced in
-    buckets."""
+    """Patterns of names of parameters that stay whole on every rank, in their own dtype, outside of FSDP2; their
+    gradients are all-reduced in buckets."""
 
 
 class ReplicateConfig(DataParallelConfig):
@@ -51,8 +52,8 @@ class ShardedConfig(DataParallelConfig):
     """Shared fields of the strategies that shard parameters."""
 
     reshard_after_forward: bool | PositiveInt = True
-    """Free a block's whole parameters after its forward and gather them again in the backward. A number gathers only
-    among that many ranks in the backward; false keeps the whole parameters."""
+    """Free a block's gathered parameters after its forward and gather them again in the backward. With a number, the
+    backward gathers only among that many ranks; false keeps the gathered parameters until the backward."""
 
 
 class FsdpConfig(ShardedConfig):

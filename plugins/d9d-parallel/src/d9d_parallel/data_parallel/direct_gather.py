@@ -5,9 +5,9 @@ out of it afterwards. A parameter that is sharded evenly along dimension 0 needs
 shards of all ranks are the parameter. So each parameter is gathered separately, from its shard into its own memory;
 NCCL launches the gathers of a unit together.
 
-The parameters' memory is allocated on the compute stream and may be in use there: a gather begins after all work
-launched before it. In a forward, FSDP2 launches the gathers of a block when the host reaches it, so blocks must be
-prefetched one ahead.
+The parameters' memory is allocated on the compute stream and may still be in use there, so a gather begins after all
+work launched before it. In a forward, FSDP2 launches the gathers of a block when the host reaches it; to overlap with
+computation, each block must therefore be prefetched during the block before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-# All access to a unit's parameters is private in torch. If the names do not exist, FSDP2's own code runs, and
+# Private attributes of torch that this module uses; none are public. If one does not exist, FSDP2's own code runs, and
 # test_direct_gather.py fails.
 _OF_GROUP = (
     "_all_gather_process_group", "_all_gather_result", "_to_unsharded", "_training_state", "comm_ctx", "device",
@@ -64,12 +64,12 @@ def _is_direct(parameter: Any, ranks: int) -> bool:
 
 
 class _Begun(NamedTuple):
-    """All-gather in progress, with the attributes that FSDP2 reads if the wait was skipped.
+    """All-gather in progress; has the attributes of FSDP2's own result, which FSDP2 reads if nobody waited.
 
     Attributes:
         all_gather_event: event recorded after the gather.
         inputs: shards that are gathered, kept until the wait.
-        copies: stream that owns the memory of inputs in another format.
+        copies: stream on which inputs are cast to another dtype; it owns the memory of the cast inputs.
         all_gather_work: ``None``: there is no further work to wait for.
     """
 
@@ -97,7 +97,7 @@ class DirectGather:
         """Begin to gather, if the parameters are sharded. Collective over the unit's ranks.
 
         Args:
-            async_op: argument for FSDP2's own gather; a direct gather never blocks the host on a GPU.
+            async_op: passed to FSDP2's own gather where that is used; a direct gather never blocks the host on a GPU.
         """
         group = self.group
         in_backward = group._training_state.name == "PRE_BACKWARD"  # noqa: SLF001
@@ -123,7 +123,7 @@ class DirectGather:
         group._to_unsharded()  # noqa: SLF001
 
     def finalize(self) -> None:
-        """Finish the last backward of a step, after which the optimizer changes parameters."""
+        """Drop an unused gather at the end of a step's last backward, because the optimizer changes parameters next."""
         self.drop()
         self._finalize()
 
@@ -152,9 +152,9 @@ class DirectGather:
         current = handle.current_stream()
         for stream in (copies, gathers):
             stream.wait_stream(current)
-        if copies != current:  # frees the buffer of an earlier unit, which is copied by now
+        if copies != current:  # free the buffer of a unit that FSDP2 gathered earlier; it is copied by now
             shared.all_gather_state = None
-        with torch.no_grad(), handle.stream(copies):  # no work if the formats are equal
+        with torch.no_grad(), handle.stream(copies):  # casts the shards; no work if the dtypes are equal
             inputs = [parameter.all_gather_inputs[0] for parameter in group.fsdp_params]
         gathers.wait_stream(copies)
         # .data avoids autograd's version counter: the gather writes the same values that the forward has saved.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from d9d_parallel.data_parallel.direct_gather import DirectGather
 
-# Private in torch, as in direct_gather.py: if the names do not exist, FSDP2's own code runs, and
+# Private attributes of torch, as in direct_gather.py: if one does not exist, FSDP2's own code runs, and
 # test_direct_gather.py fails.
 _OF_GROUP = (
     "_all_reduce_hook", "_is_hsdp", "_post_reduce_event", "_reduce_scatter_process_group",

@@ -9,12 +9,12 @@ from d9d_core.traits import HasExperts, modules_with
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-#: View of the mesh that sharded experts belong to, and its dimensions of data parallelism.
+#: Names of the mesh view for sharded experts, and of its two data-parallel dimensions.
 VIEW, REPLICAS, SHARDS = "expert", "expert_replicate", "expert_fsdp"
 
 
 def find_banks(stage: nn.Module) -> dict[str, nn.Module]:
-    """Modules that hold experts, by qualified name."""
+    """Modules that hold the weights of experts, by qualified name."""
     layers = modules_with(stage, HasExperts)
     members = {id(bank) for layer in layers.values() for bank in layer.expert_banks().values()}
     return {name: module for name, module in stage.named_modules() if id(module) in members}
@@ -26,10 +26,10 @@ def is_spread(bank: nn.Module) -> bool:
 
 
 class ShardDimension:
-    """Placement of a bank of experts ``[experts, ...]`` over data-parallel ranks that hold the same experts.
+    """Placement of expert weights ``[experts, ...]`` over data-parallel ranks that hold the same experts.
 
-    Dimension 0 if each rank keeps whole experts; otherwise the first dimension that the number of ranks divides.
-    Sharding another dimension costs a copy per gather, sharding dimension 0 costs none.
+    Shards the first dimension that the number of ranks divides: dimension 0 if each rank then keeps whole experts. Each
+    gather of another dimension needs a copy, a gather of dimension 0 needs none.
 
     Args:
         topology: topology with the number of data-parallel ranks that hold the same experts.

@@ -8,15 +8,16 @@ from typing import Literal
 from d9d_engine.compat import keep_fsdp_gradients, reduce_fsdp_gradients
 from torch.distributed.fsdp import FSDPModule
 
-#: Reductions that wait for the last microbatch.
+#: Reductions of gradients that are deferred to the last microbatch of a step.
 Deferred = Literal["nothing", "all_reduce", "everything"]
 
 
 class FsdpReducer:
     """Reducer (:class:`d9d_core.strategy.Reducer`) of data parallelism: switches FSDP2's reductions by microbatch.
 
-    From the first incomplete backward of a step on, nothing is reduced until :meth:`reduce`, whatever ``defer`` is,
-    because the gradients of a unit are reduced together and some are not computed yet.
+    A backward is incomplete if it leaves weight gradients for later, as in zero-bubble pipelines. From the first
+    incomplete backward of a step on, nothing is reduced until :meth:`reduce`, whatever ``defer`` is, because a unit's
+    gradients are reduced together and some are not computed yet.
 
     Args:
         root: stage wrapped by FSDP2.
@@ -35,8 +36,8 @@ class FsdpReducer:
         """Set the reductions of the next backward.
 
         Args:
-            last: whether it is the last of the step.
-            complete: whether it also computes the weight gradients.
+            last: whether it is the step's last backward.
+            complete: whether it also computes all weight gradients.
         """
         self._waiting |= not complete
         last = last and not self._waiting

@@ -1,9 +1,9 @@
 """Data parallelism by FSDP2 (Zhao et al., PyTorch FSDP; torch.distributed.fsdp.fully_shard).
 
-One unit per block and one for the rest of the stage; experts sharded by expert parallelism are separate units, over the
-ranks that hold the same experts. Gradients are summed, never averaged, because the loss is divided by its global weight
-before the backward. If ``replicate`` needs FSDP2, it is ``hsdp`` with shards only over ``cp``, so FSDP2 owns the data
-axes of all parameters that it wraps.
+Each block is one FSDP2 unit (parameters gathered together), and the rest of the stage is another; experts sharded by
+expert parallelism are separate units, over the ranks that hold the same experts. Gradients are summed, never averaged,
+because the loss is divided by its global weight before the backward. If ``replicate`` needs FSDP2, it becomes ``hsdp``
+with shards only over ``cp``, so that FSDP2 reduces over all data axes of the parameters that it wraps.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from d9d_parallel.data_parallel.reducer import FsdpReducer
 
 @dataclass(frozen=True)
 class _Dims:
-    """Dimensions of FSDP2's mesh, and the mesh axes that gradients are therefore summed over.
+    """Dimensions of FSDP2's mesh, and the mesh axes over which FSDP2 therefore sums gradients.
 
     Attributes:
-        dense, experts: dimensions of the two views, outermost first.
+        dense, experts: dimensions of the mesh views for ordinary parameters and for experts, outermost first.
         axes: mesh axes covered by the dense dimensions.
     """
 
@@ -54,7 +54,7 @@ class _Dims:
     axes: tuple[str, ...]
 
 
-#: Name of the stage's attribute with the units of all entries.
+#: Name of the stage's attribute that keeps the units of all data-parallel entries of the job.
 _ENTRIES = "data_parallel_entries"
 _SHARDED = _Dims(("fsdp",), (SHARDS,), ("dp_shard", "cp"))
 _REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate", "dp_shard", "cp"))
@@ -145,8 +145,8 @@ def wrap(
         topology: topology with the meshes.
         dims: one dimension to shard over, or two: replicas, then shards.
         config: config of the strategy.
-        reshard_after_forward: argument of FSDP2; units outside of blocks keep their parameters, which the backward
-            needs first, and which other modules may read, such as a tied embedding.
+        reshard_after_forward: argument of FSDP2 for blocks. Units outside of blocks keep their gathered parameters,
+            because the backward needs them first, and other modules may read them, such as a tied embedding.
 
     Raises:
         BuildError: the group size does not divide, units share a parameter, or another data-parallel strategy was
@@ -258,9 +258,9 @@ def _check_apart(stage: nn.Module, parts: Mapping[str, nn.Module], strategy: str
 def _rest(
     parts: Mapping[str, nn.Module], inner: Mapping[str, nn.Module], ignored: frozenset[str]
 ) -> dict[str, nn.Module]:
-    """Modules with the parameters of the parts that are in no inner unit, by name.
+    """Modules to wrap for the parameters of ``parts`` that belong to no inner unit, by name.
 
-    FSDP2 cannot wrap a container that is never called, such as ``ModuleDict``: its children stand for it.
+    FSDP2 cannot wrap a container that is never called, such as ``ModuleDict``; its children are wrapped instead.
     """
     found: dict[str, nn.Module] = {}
     for name, part in parts.items():
@@ -283,7 +283,7 @@ def _in_order(stage: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, n
 
 @dataclass
 class _Entries:
-    """Units of all entries of a job in one stage: FSDP2 prefetches and reduces them together.
+    """Units of all data-parallel entries of a job in one stage: FSDP2 prefetches and reduces them together.
 
     Attributes:
         reducer: reducer of all units.
@@ -323,7 +323,7 @@ def _units(
     reshard_after_forward: bool | int,
     prefetch: int,
 ) -> list[Unit]:
-    """FSDP2 units with parameters that :func:`wrap` will make, in the order in which their forwards end.
+    """Describe the FSDP2 units with parameters that :func:`wrap` will make, in the order in which their forwards end.
 
     A parameter belongs to the innermost unit around it.
     """

@@ -1,4 +1,4 @@
-"""Forwards of split modules whose matrix products overlap with the exchange of positions.
+"""Forwards of split modules that overlap matrix products with the all-gather or reduce-scatter of positions.
 
 Shapes: B samples, S positions, R ranks, H features of hidden states, O features of a layer on this rank.
 """
@@ -15,9 +15,9 @@ from d9d_parallel.tensor_parallel.forwards import first_argument, local_of
 
 
 class HandedProduct:
-    """Product that is computed in advance for a layer; the layer takes it when called with the rows of the product.
+    """Product that the module around a linear layer computes for the layer, before the layer is called.
 
-    Lent to a :class:`~d9d_core.model.LendsProduct`.
+    A layer with the trait :class:`~d9d_core.model.LendsProduct` calls this object instead of multiplying.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class HandedProduct:
 
 
 class Column(NamedTuple):
-    """Column-wise layer, and the product that the module around it computes for it.
+    """Column-wise layer whose matrix product the module around it computes.
 
     Attributes:
         layer: a :class:`~d9d_core.model.LendsProduct`.
         own: function that returns this rank's part of the layer's weight.
-        handed: product to lend to the layer.
+        handed: object that hands the product to the layer.
     """
 
     layer: Any
@@ -54,12 +54,12 @@ class Column(NamedTuple):
 class AsyncColumns:
     """Asynchronous forward of a module with column-wise layers; gathers all positions of the first argument.
 
-    Other readers of the argument, such as LoRA updates of the layers, get the gathered rows too.
+    Other modules that read the argument, such as the layers' LoRA matrices, get the gathered rows too.
 
     Args:
         module: module that takes hidden states [B, S, H], and may take shards of other modules' parameters.
         columns: layers of the module that lend their products.
-        products: computes products together with the ranks that have the other positions.
+        products: object that gathers positions from the other ranks and multiplies at the same time.
     """
 
     def __init__(self, module: nn.Module, columns: Sequence[Column], products: AsyncProducts) -> None:
@@ -88,11 +88,11 @@ class AsyncColumns:
 
 
 class RowProduct:
-    """Product of a row-wise layer, reduce-scattered. Lent to a :class:`~d9d_core.model.LendsProduct`.
+    """Product of a row-wise layer with the reduce-scatter of its output; the layer calls it instead of multiplying.
 
     Args:
-        layer: the layer.
-        products: computes products together with the ranks that have the other features.
+        layer: the layer, with the trait :class:`~d9d_core.model.LendsProduct`.
+        products: object that multiplies and sums over the other ranks at the same time.
     """
 
     def __init__(self, layer: Any, products: AsyncProducts) -> None:

@@ -1,4 +1,4 @@
-"""Matrix products of split layers that overlap with the exchange of positions, with gradients.
+"""Matrix products of split layers that overlap with the all-gather or reduce-scatter of positions, with gradients.
 
 Column-wise layers all-gather their rows, row-wise layers reduce-scatter their outputs; the backward does the reverse.
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", figure 5, has the same
@@ -27,7 +27,7 @@ _Later = tuple[Deferral, GradientEdge] | None
 
 
 class AsyncProducts:
-    """Asynchronous tensor-parallel products, which overlap with the exchange of positions.
+    """Asynchronous tensor-parallel products, which overlap with the all-gather or reduce-scatter of positions.
 
     Args:
         ranks: ranks of ``tp``.
@@ -47,7 +47,7 @@ class AsyncProducts:
         Args:
             rows: [B, S / R, H].
             weights: [O, H] each; cast under autocast.
-            deferrals: deferrals of the weight gradients.
+            deferrals: for each weight an object that computes its gradient later (zero-bubble pipelines), or ``None``.
 
         Returns:
             All rows [B, S, H], whose gradients are summed over the ranks, and a product [B, S, O] for each weight.
@@ -63,9 +63,9 @@ class AsyncProducts:
         """Multiply rows, and reduce-scatter the product. Collective over the ranks, in forward and backward.
 
         Args:
-            rows: [B, S, I], with this rank's features; cast under autocast.
+            rows: [B, S, I], the I features of this rank; cast under autocast.
             weight: [H, I]; cast under autocast.
-            deferral: deferral of the weight gradient.
+            deferral: object that computes the weight gradient later (zero-bubble pipelines), or ``None``.
 
         Returns:
             This rank's positions [B, S / R, H].
@@ -98,7 +98,7 @@ class AsyncProducts:
     def multiply_scatter(
         self, rows: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype, besides: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Multiply and sum over products and ranks, with symmetric memory if this call can use it.
+        """Multiply, and sum over the products and over the ranks, with symmetric memory if this call can use it.
 
         See :func:`d9d_parallel.tensor_parallel.micro_pipeline.multiply_scatter`.
         """
@@ -110,9 +110,9 @@ class AsyncProducts:
     def _fuses(self, rows: Tensor, weights: Sequence[Tensor]) -> bool:
         """Whether a call uses symmetric memory. All ranks decide the same, because they run the same program.
 
-        Each process group has one set of buffers, so two simultaneous calls, as by overlapped pairs of a pipeline on
-        separate streams, would overwrite each other's data. So only calls on the default stream use symmetric memory;
-        compiled graphs, whose stream is unknown while they are traced, use it if ``in_graphs`` is set.
+        Each process group has one set of buffers, so two simultaneous calls on different streams (a pipeline overlaps a
+        forward with a backward) would overwrite each other's data. Therefore only calls on the default stream use
+        symmetric memory. The stream of a compiled graph is unknown while it is traced: ``in_graphs`` decides.
         """
         if not self.symmetric or any(one.dtype != rows.dtype for one in weights):
             return False
@@ -131,7 +131,7 @@ class _Columns(torch.autograd.Function):
         later: Sequence[_Later],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # in most layers nothing else reads the rows
+        ctx.set_materialize_grads(False)  # the gathered rows mostly have no gradient, because nothing else reads them
         ctx.products, ctx.later = products, later
         whole, outs = products.gather_multiply(rows, weights)
         ctx.save_for_backward(whole, *weights)
@@ -142,13 +142,13 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, of_whole: Tensor | None, *of_outs: Tensor | None) -> tuple[Tensor | None, ...]:
         whole, *weights = ctx.saved_tensors
         finish = None
-        # Autograd also calls this if no later gradient exists; then it does so on all ranks.
+        # Autograd may call this without any gradient of an output; it then does so on all ranks.
         if ctx.needs_input_grad[0] and any(grad is not None for grad in (of_whole, *of_outs)):
             there = [(grad, weight.t()) for grad, weight in zip(of_outs, weights, strict=True) if grad is not None]
             finish = ctx.products.multiply_scatter(
                 [grad for grad, _ in there], [weight for _, weight in there], whole.dtype, of_whole
             )
-        # While the last parts are in transit.
+        # Weight gradients are computed while the last parts are in transit.
         of_weights = [
             None if grad is None else _weight_gradient(grad, whole, weight, later, wanted=wanted)
             for grad, weight, later, wanted in zip(of_outs, weights, ctx.later, ctx.needs_input_grad[4:], strict=True)
@@ -177,9 +177,8 @@ class _Row(torch.autograd.Function):
 class _KeepRow(torch.autograd.Function):
     """First half of :class:`_Row`: saves rows and weight, and computes the weight gradient at the end.
 
-    The recomputation of a checkpointed block ends at the last tensor that the backward needs. The tensors for the
-    backward are saved before the product and its exchange, so the recomputation of a block that ends with this layer,
-    as is common, repeats neither.
+    The recomputation of a checkpointed block stops at the last tensor that the backward needs. This half saves them
+    before the product and the reduce-scatter, so a block that ends with this layer, as is common, recomputes neither.
     """
 
     @staticmethod

@@ -16,7 +16,7 @@ Exchange = Literal["all_gather", "reduce_scatter"]
 
 @dataclass(frozen=True)
 class Site:
-    """Module whose forward exchanges positions of hidden states.
+    """Module whose forward all-gathers or reduce-scatters the positions of hidden states.
 
     Attributes:
         module: qualified name.
@@ -41,7 +41,7 @@ class TensorCommunication:
         stage: stage with the sites.
         ranks: ranks of ``tp``.
         sites: modules that exchange hidden states, in the order of registration.
-        alone: modules that communicate themselves, by qualified name.
+        alone: modules that communicate by themselves (trait ``CommunicatesAlone``), by qualified name.
     """
 
     stage: nn.Module

@@ -1,7 +1,7 @@
 """Forwards of modules whose parameters are shards, or whose inputs are a rank's own positions.
 
-Each class replaces ``module.forward``, so neither the module tree nor any parameter name changes. They are not
-closures, because deep copies of a module must compute with their own parameters.
+An instance of each class replaces ``module.forward``, so neither the module tree nor any parameter name changes. They
+are objects, not closures, so that a deep copy of a module computes with its own parameters.
 
 Shapes: B samples, S positions, R ranks, H features.
 """
@@ -37,7 +37,8 @@ class LocalShards:
 
     def with_parameters(self, other: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> Any:
         """Call the module's forward with local shards, and with other tensors in place of some parameters."""
-        # As in FSDP2 and torch.func.functional_call: modules look up their parameters here at each access.
+        # Modules look up their parameters in this dict at each access; FSDP2 and torch.func.functional_call change it,
+        # too.
         own: dict[str, Any] = self.module._parameters  # noqa: SLF001
         replaced = {name: own[name] for name in own if name in other or isinstance(own[name], DTensor)}
         own.update({name: other[name] if name in other else local_of(tensor) for name, tensor in replaced.items()})
@@ -51,8 +52,8 @@ class RowForward(LocalShards):
     """Tensor-parallel forward of a row-wise linear layer: [B, S, features of this rank] to [B, S / R, H].
 
     Args:
-        module: layer with ``weight`` and optional ``bias``, which is added once: to the sum, or within the layer on the
-            first rank.
+        module: layer with ``weight`` and an optional ``bias``, which is added once: to the sum over ranks, or with
+            ``scaled`` by the layer itself on the first rank.
         ranks: ranks that hold the other features.
         scaled: whether the layer itself scales its output, bias included.
     """
@@ -90,7 +91,7 @@ class OwnHeads:
 
 
 class OwnHeadsForward(LocalShards):
-    """Forward of a column-wise linear layer with a whole weight on every rank, which computes only its own head.
+    """Forward of a column-wise linear layer whose weight is whole on every rank; each rank computes only its own head.
 
     Args:
         module: layer with ``weight`` [features of all heads, H] and optional ``bias``.
@@ -110,13 +111,13 @@ class OwnHeadsForward(LocalShards):
 
 
 class EmbeddingForward(LocalShards):
-    """Tensor-parallel forward of an embedding with a share of the vocabulary: tokens [B, S] to features [B, S / R, H].
+    """Forward of an embedding that is sharded over the vocabulary: token ids [B, S] to features [B, S / R, H].
 
     Args:
-        module: embedding.
-        first: first token id of the share.
+        module: embedding with this rank's rows of the weight.
+        first: token id of this rank's first row.
         vocabulary: number of tokens of the whole vocabulary.
-        ranks: ranks that hold the other shares.
+        ranks: ranks that hold the rows of all tokens.
     """
 
     def __init__(self, module: nn.Embedding, first: int, vocabulary: int, ranks: Ranks) -> None:
@@ -124,7 +125,7 @@ class EmbeddingForward(LocalShards):
         self.first, self.vocabulary, self.ranks = first, vocabulary, ranks
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Look up the tokens whose ids are in this rank's share of the vocabulary, and reduce-scatter the features.
+        """Look up the tokens whose rows this rank has, and reduce-scatter the features over positions.
 
         Raises:
             IndexError: a token is not in the vocabulary. On a GPU its features are NaN instead, to avoid a
@@ -149,7 +150,7 @@ class EmbeddingForward(LocalShards):
         return features.masked_fill(own.unsqueeze(-1), torch.nan)
 
     def _look_up(self, words: Tensor) -> Tensor:
-        """Features of indices into the share, by the module's own forward, which may scale them."""
+        """Features of row indices on this rank, by the module's own forward, which may scale them."""
         module: Any = self.module
         padding = module.padding_idx
         found: Tensor
@@ -157,7 +158,7 @@ class EmbeddingForward(LocalShards):
             found = self.with_parameters({}, words)
             return found
         own = padding - self.first
-        # The gradient of the padding's row is zero; its index is another one in the share.
+        # The padding token's row, which gets no gradient, has another index among this rank's rows, or none.
         module.padding_idx = own if 0 <= own < len(local_of(module.weight)) else None
         try:
             found = self.with_parameters({}, words)
@@ -167,7 +168,7 @@ class EmbeddingForward(LocalShards):
 
 
 class OwnTokens:
-    """Forward of an embedding with a whole weight: all tokens [B, S] to features of this rank's positions.
+    """Forward of an embedding whose weight is whole on every rank: token ids [B, S] to features of its own positions.
 
     Args:
         module: embedding.

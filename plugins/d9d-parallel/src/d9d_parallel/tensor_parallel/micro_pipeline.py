@@ -60,7 +60,7 @@ def multiply_scatter(
         weights: [O, I] each; the products with their rows are summed.
         ranks: ranks in the order of the parts.
         dtype: dtype of the sums over products and over ranks.
-        besides: [B, S, O] in ``dtype``, added to the sum of products.
+        besides: further summand [B, S, O] in ``dtype`` for the sum of products; ``None`` for none.
 
     Returns:
         Function that waits for the other ranks' parts and returns the sum over all ranks [B, S / R, O], added in the

@@ -58,7 +58,7 @@ from d9d_parallel.tensor_parallel.forwards import (
 )
 from d9d_parallel.tensor_parallel.symmetric_memory import is_usable
 
-#: Dimension of a weight [out, in] that a style shards.
+#: Tensor-parallel style of a layer -> dimension of its weight [out, in] that is sharded.
 _SPLIT = {TensorStyle.COLUMN: 0, TensorStyle.ROW: 1, TensorStyle.VOCAB: 0}
 
 
@@ -120,7 +120,7 @@ class _Split:
         ranks: ranks of the mesh.
         strategy: name of the strategy, for error messages.
         communication: collects the collectives of the split modules.
-        products: products that overlap with the exchange of positions; ``None`` for no overlap.
+        products: object that overlaps matrix products with the exchange of positions; ``None`` for no overlap.
         parts: modules to split, by qualified name; other modules stay whole on every rank. By default all modules.
     """
 
@@ -210,7 +210,7 @@ class _Split:
         self._site(name, "all_gather", None, None)
 
     def _lent(self, owner: nn.Module, child_name: str, heads: int | None) -> Column | None:
-        """Column-wise layer whose product can be computed while its rows are gathered; ``None`` if not possible."""
+        """Let ``owner`` compute the product of a column-wise layer while rows are gathered; ``None`` if impossible."""
         child = owner.get_submodule(child_name)
         if self.products is None or not isinstance(child, LendsProduct) or _terms("", child, "in_scale"):
             return None
@@ -233,7 +233,8 @@ class _Split:
                 f"strategy '{self._strategy}': mesh.tp is {size}, but the {heads} heads of '{name}' can be neither "
                 f"split evenly over {size} ranks nor repeated on them; choose a divisor or a multiple of {heads}"
             )
-        # Modules that read the input are replicated, and each rank has the gradient of its own outputs.
+        # Fine-tuning tensors that act on the input are whole on every rank. Each rank computes the part of their
+        # gradients that comes from its own outputs, so these parts must be summed.
         self.styles |= dict.fromkeys(_terms(name, child, "in", "in_scale"), TensorStyle.PARTIAL)
         alike = {name: child, **_terms(name, child, "out", "out_scale")}
         if heads is not None and heads < size:
@@ -274,7 +275,7 @@ class _Split:
             self._shard(module, TensorStyle.ROW)
             self.styles[inside] = TensorStyle.ROW
             if scattered:
-                # The update is added to the sum over ranks, so it is itself summed over ranks, over few features.
+                # The low-rank product is added to the layer's sum over ranks, so it is summed over ranks itself.
                 _replace(module, RowForward(module, self.ranks))
                 self._site(inside, "reduce_scatter", "all_gather", len(module.get_parameter("weight")))
             else:
@@ -283,7 +284,7 @@ class _Split:
             shard(module, "weight", self.mesh, 0)
             _replace(module, LocalShards(module))
             self.styles[inside] = TensorStyle.ROW
-        # Modules that add to the output, or scale it, are replicated, and see a partial sum or a share of the
+        # Modules that add to the output, or scale it, are replicated: they process a partial sum, or only this rank's
         # positions.
         self.styles |= dict.fromkeys(_terms(name, child, "out", "out_scale"), TensorStyle.PARTIAL)
         if isinstance(child, SplitsFeatures):
@@ -297,7 +298,7 @@ class _Split:
 
     def _vocabulary(self, name: str, child: nn.Module) -> None:
         tied = getattr(child, "weight", None) is None
-        # A tied head is always split: gradients of its words are partial sums, like the gradients of the embedding.
+        # A tied head is always split, so that its gradients are partial sums like the gradients of the embedding.
         if not tied and not is_inside(name, self._parts):
             self._leave_vocabulary_whole(name, child)
             return
@@ -342,7 +343,7 @@ class _Split:
         self.communication.sites.append(Site(name, forward, backward, features, in_turns))
 
     def _alone(self, name: str, child: nn.Module) -> None:
-        """Record that a module, which was given ranks, communicates itself."""
+        """Record that a module communicates by itself, for the prediction of collectives."""
         if isinstance(child, CommunicatesAlone):
             self.communication.alone[name] = child
         else:
@@ -420,7 +421,7 @@ def _replace(module: nn.Module, forward: LocalShards | OwnTokens | WholeSequence
 
 
 def _terms(name: str, layer: nn.Module, *which: TermKind) -> dict[str, nn.Module]:
-    """Submodules of a linear layer with the given kinds of terms, such as LoRA matrices, by qualified name."""
+    """Submodules of a linear layer that add terms of the given kinds, such as LoRA matrices, by qualified name."""
     terms = layer.tensor_parallel_terms() if isinstance(layer, HasLinearTerms) else {}
     return {_join(name, term): layer.get_submodule(term) for term, kind in terms.items() if kind in which}
 

@@ -1,6 +1,6 @@
 """Matrix products fused with collectives, over memory that the GPUs of a node read from each other.
 
-The GPUs' copy engines make the copies, which leaves the multiprocessors to the products. All code for symmetric memory
+The GPUs' copy engines make the copies, so all multiprocessors are free for the products. All code for symmetric memory
 that depends on the version of torch is in this module; tests check the names and signatures in use. Multicast is not
 used: the operators use it only for all-gathers that do not return the rows.
 
@@ -29,11 +29,11 @@ def is_usable(ranks: Ranks, device: torch.device) -> bool:
     """
     if device.type != "cuda" or ranks.size == 1 or dist.get_backend(ranks.group) == "fake":
         return False
-    # A rank must not look for memory of a rank on another node: it would wait until the timeout.
+    # A rendezvous with a rank on another node would wait until the timeout, so compare the nodes first.
     if not _same_on_all(_node(), ranks, device):
         return False
     memory = _memory(ranks, device)
-    # Nor may a rank wait for one without such memory.
+    # The rendezvous below would also wait until the timeout if a rank could not allocate such memory.
     if _smallest(memory is not None, ranks, device) == 0:
         return False
     return _smallest(memory is not None and _met(memory, ranks), ranks, device) == 1
@@ -104,7 +104,7 @@ def _met(memory: Tensor, ranks: Ranks) -> bool:
 
 
 def _node() -> int:
-    """Number that identifies this machine since its boot; host names of containers may repeat."""
+    """Number that identifies this machine, from host name and boot id, because host names of containers may repeat."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:

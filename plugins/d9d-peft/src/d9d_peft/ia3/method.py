@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from d9d_peft.ia3.config import Ia3Config
 
-#: Name of the child module with a layer's scale; in the ``peft`` library, the name of the scale itself.
+#: Name of the child module that holds a layer's scale; the ``peft`` library gives the scale itself this name.
 SCALE = "ia3_l"
 _WEIGHT, _BIAS, _VECTOR = ".weight", ".bias", f".{SCALE}.weight"
 #: Prefix of module names in an adapter file.
@@ -58,7 +58,7 @@ class Ia3:
 
     def __init__(self, config: Ia3Config) -> None:
         self._config = config
-        # Layers of equal classes must stay of equal classes, so that they share compiled code.
+        # Original class -> class with a scale: layers of one class must stay of one class, to share compiled code.
         self._classes: dict[type, type] = {}
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
@@ -84,7 +84,7 @@ class Ia3:
 
     @torch.no_grad()
     def merge(self, stage: nn.Module) -> None:
-        """Multiply the scales into weights and biases. Collective over the ranks that share these."""
+        """Multiply the scales into weights and biases. Collective over the ranks that hold shards of them."""
         for layer in [owner for _, owner, _ in _scales(stage)]:
             own = {"weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias})
             for name, merged in _merged(own, layer.ia3_l.weight, layer.ia3_l.of_inputs).items():
@@ -174,7 +174,7 @@ class Ia3:
 
 
 def _scaled_class(base: type) -> type:
-    """Make the class of a layer with a scale, used instead of a hook, whose changes compiled code ignores."""
+    """Make a subclass of a layer's class that applies the scale; compiled code would ignore changes by a hook."""
 
     class Scaled(base):  # type: ignore[misc]
         ia3_base = base

@@ -1,4 +1,7 @@
-"""Low-rank updates of banks of experts. Shapes: R rows, E experts, I features in, O features out, r rank."""
+"""Low-rank updates of stacked expert weights (banks).
+
+Shapes: R rows, E experts, I features in, O features out, r rank.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from d9d_peft.lora.dropout import dropped, layout_dependence
 
 
 class GroupedTerm(nn.Module):
-    """LoRA update of a bank of experts: ``scale * dropout(x) A[e] B[e]`` for the rows x of each expert e.
+    """LoRA update of stacked expert weights: ``scale * dropout(x) A[e] B[e]`` for the rows x of each expert e.
 
     Args:
-        bank: [E, I, O], on any device.
+        bank: weights of all experts, [E, I, O], on any device.
         rank: r.
         scale: factor of the update.
         dropout: fraction of the inputs that is dropped in training.
@@ -49,11 +52,14 @@ class GroupedTerm(nn.Module):
         return ("lora_A", "lora_B")
 
     def layout_dependence(self) -> Sequence[str]:
-        """Describe how dropout, if there is any, depends on the layout."""
+        """Describe how dropout, if there is any, depends on the division of the batch into microbatches."""
         return layout_dependence(self.lora_dropout)
 
     def forward(self, rows: Tensor, counts: Tensor, *, spare_rows: bool) -> Tensor:
-        """Map rows [R, I], sorted by expert, to [R, O]; see :func:`d9d_nn.ops.grouped_linear.grouped_linear`."""
+        """Map rows [R, I], sorted by expert, to the update [R, O] of the layer's output.
+
+        The arguments are those of :func:`d9d_nn.ops.grouped_linear.grouped_linear`.
+        """
         if self.lora_off:
             return rows.new_zeros(())  # 0-d: adding it takes no memory and keeps the dtype
         how = {"spare_rows": spare_rows, "deferral": self._deferral}
@@ -63,12 +69,15 @@ class GroupedTerm(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, bank: nn.Parameter) -> None:
-        """Add the LoRA update to the experts' weights in ``bank``. Collective over the ranks that share the bank."""
+        """Add the LoRA update to the experts' weights in ``bank``. Collective over the ranks that hold shards of it."""
         bank.copy_(merged_bank(bank, self.lora_A, self.lora_B, self.lora_scale))
 
 
 def merged_bank(bank: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Bank ``W[e] + scale * A[e] B[e]`` [E, I, O] in the dtype of W; computed in float32 or wider."""
+    """Expert weights with the update: ``W[e] + scale * A[e] B[e]``, [E, I, O].
+
+    Computed in float32 or wider, and rounded to the dtype of W.
+    """
     wide = torch.promote_types(bank.dtype, torch.float32)
     return (bank.to(wide) + scale * torch.bmm(a.to(wide), b.to(wide))).to(bank.dtype)
 

@@ -43,14 +43,14 @@ class Magnitude(nn.Module):
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return a weight unchanged, because it is whole on this rank."""
+    """Return a weight unchanged: the default of ``lora_own``, for weights that are whole on this rank."""
     return weight
 
 
 class Decomposed(AdaptedLinear):
     """Mixin that adds DoRA to a linear layer: ``m / |W + s B A| * (W x + s B A dropout(x)) + bias``.
 
-    ``|W + s B A|`` are the norms of the rows, [O].
+    ``m`` [O] are the trained magnitudes, ``|W + s B A|`` [O] the norms of the rows.
     """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
@@ -75,7 +75,7 @@ class Decomposed(AdaptedLinear):
         return {**super().tensor_parallel_terms(), MAGNITUDE: "out_scale"}
 
     def split_features(self, own: Callable[[Tensor], Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Compute with this rank's share of the features from now on; see :class:`d9d_core.model.SplitsFeatures`."""
+        """Compute only this rank's part of the features from now on; see :class:`d9d_core.model.SplitsFeatures`."""
         self.lora_own, self.lora_add_up = own, add_up
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:  # noqa: ARG002 - any batch
@@ -84,7 +84,7 @@ class Decomposed(AdaptedLinear):
 
     def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
         """Output [..., O] of the layer with update and magnitudes."""
-        # Section 4.3: the norm is a constant in the backward.
+        # Section 4.3 of the paper: the backward treats the norm as a constant.
         a, b = local(self.lora_A.weight), self.lora_own(self.lora_B.weight)
         norm = row_norms(self.weight, a, b, self.lora_scale, self.lora_add_up)
         factor = (self.lora_own(self.lora_magnitude_vector.weight) / norm).to(own.dtype)
@@ -106,8 +106,8 @@ class Dora(Lora):
     def start(self, stage: nn.Module) -> None:
         """Fill the magnitudes with the norms of the weights' rows; see :class:`d9d_core.peft.StartsFromWeights`.
 
-        Collective over the ranks that hold parts of rows: a weight with split rows is gathered, so that norms are
-        bit-identical in every layout.
+        Collective over the ranks that hold parts of rows: a weight whose rows are split is gathered, so that norms are
+        bit-identical for every sharding.
         """
         for _, layer in adapted_layers(stage):
             if isinstance(layer, Decomposed):

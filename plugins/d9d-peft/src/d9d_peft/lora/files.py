@@ -40,11 +40,11 @@ def modules_of(layers: Iterable[str], published: Mapping[str, str]) -> dict[str,
 def check_no_expert(stage: nn.Module, modules: Iterable[str]) -> None:
     """Check that the ``peft`` library does not mistake an adapted layer for a matrix of experts.
 
-    For models in which transformers joins the matrices of experts, the library recognises these matrices only by the
+    For models in which transformers stacks the matrices of experts, the library recognises these matrices only by the
     last part of their names, and loses the updates of other layers with such a name.
 
     Raises:
-        CheckpointError: the last part of a layer's name is the name of a bank of experts.
+        CheckpointError: the last part of an adapted layer's name is the name of an expert matrix.
     """
     banks = {bank for owner in modules_with(stage, HasBanks).values() for bank in owner.banks()}
     for module in modules:
@@ -56,16 +56,16 @@ def check_no_expert(stage: nn.Module, modules: Iterable[str]) -> None:
 
 
 def experts_of(stage: nn.Module, published: Mapping[str, str], config: LowRankConfig) -> dict[str, tuple[int, str]]:
-    """For each adapted bank of experts, the number of experts and the name of an expert's module in files.
+    """For each adapted parameter of stacked expert weights, the number of experts and an expert's module in files.
 
-    The name has ``*`` instead of the expert's number. A file has an update for each matrix of each expert, because
-    published files store a matrix for each expert. If transformers keeps the experts of a layer in one tensor, the
-    ``peft`` library joins the updates; it then needs updates of all banks, with ``r`` and ``alpha`` of the config, and
-    does not support the scale of rsLoRA.
+    The module's name has ``*`` instead of the expert's number. A file has an update for each matrix of each expert,
+    because published files store a matrix for each expert. If transformers stacks the experts of a layer in one tensor,
+    the ``peft`` library stacks the updates; it then needs updates of all of the layer's expert weights, with ``r`` and
+    ``alpha`` of the config, and does not support the scale of rsLoRA.
 
     Raises:
-        CheckpointError: some banks of a layer have no update, a pattern changes their rank or alpha, the scale is
-            rsLoRA's, or published files do not have a matrix per expert.
+        CheckpointError: some expert weights of a layer have no update, a pattern changes their rank or alpha, the scale
+            is rsLoRA's, or published files do not have a matrix per expert.
     """
     found: dict[str, tuple[int, str]] = {}
     for name, owner in modules_with(stage, HasBanks).items():
@@ -110,9 +110,9 @@ def config_json(
 
     Args:
         config: config of the method.
-        modules: result of :func:`modules_of`.
+        modules: names of the adapted modules in published models, by the names of the layers in d9d.
         experts: names of the adapted experts' modules in published models. The library supports no dropout for them.
-        saved: names of the parameters of modules to save in published models.
+        saved: names, in published models, of the parameters of ``modules_to_save``.
     """
     experts = list(experts)
     # A key also selects the modules whose names end with a dot and the key, unless it begins with ^.
@@ -146,8 +146,9 @@ def exporter(
     Args:
         layers: for each adapted layer, the name of the module in published models, and its tensors as in
             :attr:`d9d_peft.lora.linear.Adapted.lora_files`.
-        banks: result of :func:`experts_of`.
-        saved: for each parameter of a module to save, its name in published models.
+        banks: for each adapted parameter of expert weights, the number of experts and the name of an expert's module in
+            published models, with ``*`` instead of the expert's number.
+        saved: for each parameter of ``modules_to_save``, its name in published models.
     """
     mappers: list[Mapper] = [Rename(ours, f"{_PREFIX}{theirs}") for ours, theirs in saved.items()]
     for ours, (theirs, tensors) in layers.items():

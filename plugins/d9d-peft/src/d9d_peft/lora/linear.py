@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from d9d_peft.lora.dropout import dropped, layout_dependence
 
-#: Names of the children that an update adds to a layer, as in the ``peft`` library.
+#: Names of the two child modules (factors) that LoRA adds to a layer, as in the ``peft`` library.
 LORA_A, LORA_B = "lora_A", "lora_B"
 
 
 class Down(Linear):
-    """First factor (A) of an update, weight [r, I]; initialised like ``torch.nn.Linear``, as in the LoRA code."""
+    """First factor, A, of a low-rank update: weight [r, I], initialised like ``torch.nn.Linear``."""
 
     def reset_parameters(self) -> None:
         """Draw the weight from U(-1/sqrt(I), 1/sqrt(I))."""
@@ -30,7 +30,7 @@ class Down(Linear):
 
 
 class Up(Linear):
-    """Second factor (B) of an update, weight [O, r]; initialised with zeros, so that the initial model is unchanged."""
+    """Second factor, B, of a low-rank update: weight [O, r], initially zeros so that the model is unchanged."""
 
     def reset_parameters(self) -> None:
         """Fill the weight with zeros."""
@@ -57,7 +57,7 @@ class Adapted:
     lora_base: type
 
     def layout_dependence(self) -> Sequence[str]:
-        """Describe how dropout, if there is any, depends on the layout."""
+        """Describe how dropout, if there is any, depends on the division of the batch into microbatches."""
         return layout_dependence(self.lora_dropout)
 
 
@@ -84,7 +84,7 @@ class AdaptedLinear(Adapted):
         self.lora_share = (0, 1)
 
     def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
-        """Factors of the update; see :class:`d9d_core.model.HasLinearTerms`."""
+        """Factors A and B with how each is split; see :class:`d9d_core.model.HasLinearTerms`."""
         return {LORA_A: "in", LORA_B: "out"}
 
     def share_inputs(self, part: int, parts: int) -> None:
@@ -159,7 +159,7 @@ def adapt(layer: Any, kinds: dict[type, type], how: type[Adapted], *, rank: int,
 def merge(layer: Any) -> None:
     """Add the update to the module's weight, and restore the module's original class.
 
-    Collective over the ranks that share the module.
+    Collective over the ranks that hold shards of the module.
     """
     layer.weight.copy_(layer.lora_merged(layer.weight))
     layer.__class__ = layer.lora_base

@@ -1,4 +1,4 @@
-"""Merging of low-rank updates as a state graph, so that any checkpoint can be merged tensor by tensor."""
+"""Mappers (a state graph) that merge low-rank updates into weights, so that checkpoints are merged tensor by tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_peft.lora.banks import merged_bank
 from d9d_peft.lora.linear import LORA_A, LORA_B, merged_weight
 from d9d_peft.lora.vocabulary import EMBEDDING_A, EMBEDDING_B, HEAD_A, HEAD_B, merged_embedding
 
-#: Separator of the module with banks and the name of a bank, in the names of updates.
+#: In the name of an expert update: text between the name of the experts' module and the name of the expert weight.
 TERMS = ".terms."
 #: First factor -> second factor, and the function (weight, factors, scale) that merges them.
 _MERGED: Mapping[str, tuple[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]]] = {
@@ -29,7 +29,7 @@ class Term(NamedTuple):
     """Low-rank update, described by the names of its tensors in a checkpoint.
 
     Attributes:
-        owner: name of the adapted layer or bank.
+        owner: name of the adapted layer, or of the adapted stacked expert weight.
         is_linear: whether the owner is a linear layer.
         weight: name of the weight.
         factors: names of the factors A and B.

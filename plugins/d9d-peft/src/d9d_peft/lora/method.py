@@ -23,10 +23,10 @@ from d9d_peft.patterns import first_match, matches, select
 
 
 class Lora:
-    """LoRA: adds low-rank updates to linear layers, embeddings, heads and banks of experts; trains only these.
+    """LoRA: adds low-rank updates to linear layers, embeddings, heads and experts; trains only the updates.
 
-    With ``modules_to_save``, it also trains the parameters of these modules; then it has no ``off``, because the
-    original values of these parameters are not kept.
+    With ``modules_to_save``, it also trains the parameters of these modules. It then has no method ``off``, which
+    computes the original model, because the original values of these parameters are not kept.
 
     Attributes:
         how: mixin of an adapted linear layer.
@@ -40,12 +40,13 @@ class Lora:
             self.off = self._off
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Add the updates; returns the names of the parameters to train, which are theirs and of modules to save.
+        """Add the updates; returns the names of the parameters to train: of updates and of ``modules_to_save``.
 
         Raises:
             BuildError: a pattern matches no layer that LoRA supports, no target or no module; ``exclude`` excludes all
-                targets; a rank is larger than a matrix; a target is adapted already; its weight, or the weight of a
-                module to save, is tied to another module; or a module to save has a target.
+                targets; a rank is larger than a side of a matrix; a target is adapted already; the weight of a target,
+                or of one of ``modules_to_save``, is tied to another module; or one of ``modules_to_save`` contains a
+                target.
         """
         sites, config = sites_of(stage, self.how), self._config
         own = {name for name, _ in stage.named_parameters()}
@@ -64,7 +65,7 @@ class Lora:
         return added.union(saved_parameters(stage, config.modules_to_save))
 
     def merge(self, stage: nn.Module) -> None:
-        """Add the updates to the weights. Collective over the ranks that share the weights."""
+        """Add the updates to the weights. Collective over the ranks that hold shards of them."""
         for _, layer in list(adapted_layers(stage)):
             merge(layer)
         for module in modules_with(stage, HasBanks).values():
@@ -122,7 +123,7 @@ class Lora:
         files.check_patterns(self._config, config_json, self._files_of(stage, published))
 
     def _files_of(self, stage: nn.Module, published: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """Yield each target with the name of its module in files; a bank once for each expert."""
+        """Yield each target with the name of its module in files; an expert weight once for each expert."""
         yield from self._modules(stage, published).items()
         for term, (number, there) in files.experts_of(stage, published, self._config).items():
             for module in files.modules_of_experts(there, number):

@@ -16,10 +16,10 @@ _FIELD = "peft.modules_to_save"
 
 
 def saved_parameters(stage: nn.Module, patterns: Collection[str]) -> list[str]:
-    """Names of the parameters of the matching modules, without the factors of updates.
+    """Names of the parameters of the modules that match ``modules_to_save``, without LoRA's own parameters.
 
     Args:
-        stage: stage with or without updates.
+        stage: stage with or without low-rank updates.
         patterns: patterns of module names.
     """
     inside = tuple(f"{name}.lora_" for name, _ in adapted_layers(stage))
@@ -28,16 +28,16 @@ def saved_parameters(stage: nn.Module, patterns: Collection[str]) -> list[str]:
 
 
 def check_saved(stage: nn.Module, patterns: Collection[str], targets: Collection[str]) -> None:
-    """Check the modules to save of a stage without updates.
+    """Check ``modules_to_save``, the modules to train fully, before low-rank updates are added to a stage.
 
     Args:
-        stage: stage without updates.
-        patterns: patterns of module names.
-        targets: names of the modules and banks that get an update.
+        stage: stage before updates are added.
+        patterns: patterns of names of the modules to train fully.
+        targets: names of the layers and expert weights that will get a low-rank update.
 
     Raises:
         BuildError: a pattern matches no module, or only modules without parameters; a target is inside of a matching
-            module; or the parameter of a matching module is also the parameter of another module.
+            module; or the parameter of a matching module is also the parameter of another module (tied).
     """
     modules = dict(stage.named_modules())
     for pattern in patterns:
@@ -62,7 +62,7 @@ def check_saved(stage: nn.Module, patterns: Collection[str], targets: Collection
 
 
 def saved_names(stage: nn.Module, patterns: Collection[str], published: Mapping[str, str]) -> dict[str, str]:
-    """Names in published files of the parameters of modules to save, by their names in d9d.
+    """Names, in published files, of the parameters of ``modules_to_save``, by their names in d9d.
 
     Raises:
         CheckpointError: published files do not contain such a parameter as one tensor.

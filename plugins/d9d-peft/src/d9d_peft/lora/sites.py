@@ -1,4 +1,4 @@
-"""Sites of a model: modules and banks that can be adapted by LoRA."""
+"""Sites of a model: modules and stacked expert weights (banks) to which LoRA can add a low-rank update."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Sizes(NamedTuple):
 
 
 class Site(NamedTuple):
-    """Module or bank that can be adapted.
+    """Module, or stacked expert weight, that can get a low-rank update.
 
     Attributes:
-        weight: weight of the module or bank; its last two dims are the matrix.
+        weight: weight to update; its last two dims are a matrix.
         is_linear: whether the site is a linear layer.
-        has_term: whether the site is adapted already.
-        add: function that adapts the site.
+        has_term: whether the site has a low-rank update already.
+        add: function that adds an update of given sizes.
     """
 
     weight: Tensor
@@ -41,7 +41,7 @@ class Site(NamedTuple):
 
 
 def sites_of(stage: nn.Module, linear: type[Adapted] = AdaptedLinear) -> dict[str, Site]:
-    """Find the sites of a stage by name, linear layers first; modules inside updates are left out.
+    """Find the sites of a stage by name, linear layers first; the updates' own layers are left out.
 
     Args:
         stage: stage with or without adapted modules.

@@ -20,7 +20,7 @@ HEAD_A, HEAD_B = "lora_head_A", "lora_head_B"
 
 
 class WordFactor(nn.Module):
-    """Factor with a row per token of the vocabulary, weight [V, r]; zeros, so that the initial model is unchanged."""
+    """Factor of a low-rank update with a row per token of the vocabulary: weight [V, r], initially zeros."""
 
     def __init__(self, words: int, rank: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class FeatureFactor(Linear):
     """Second factor of an embedding's update, weight [H, r]; initialised as in the code of the LoRA authors."""
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, 1)."""
+        """Draw the weight from the standard normal distribution."""
         nn.init.normal_(self.weight)
 
 
@@ -77,8 +77,8 @@ class AdaptedEmbedding(Adapted):
 class AdaptedHead(Adapted):
     """Mixin that adds LoRA to a :class:`d9d_nn.heads.causal_lm.CausalLMHead` with its own weight.
 
-    ``W h + s B A h`` is the product of ``[W, B]`` and ``[h, s A h]``, so the op that computes the loss without logits
-    can be used. The product needs memory for a copy of W with r more columns, and for its gradient.
+    ``W h + s B A h`` is the product of ``[W, B]`` and ``[h, s A h]``, so the op that computes the loss without storing
+    logits can be used. It needs memory for ``[W, B]``, a copy of W with r more columns, and for the gradient of it.
     """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {

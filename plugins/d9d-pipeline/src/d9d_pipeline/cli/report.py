@@ -17,7 +17,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the comparison: the result of one schedule.
+    """Row of the table of ``d9d pipeline compare``: the result of one schedule.
 
     Attributes:
         name: name of the schedule.
@@ -47,7 +47,7 @@ class Row:
         """Sort key: schedules within the limit first, then by time, then by memory."""
         if self.simulation is None:
             return True, True, 0.0, 0.0, self.name
-        # Sums of floats differ in their last digits.
+        # Rounded, because equal times, computed as different sums, may differ in their last digits.
         time = round(self.simulation.makespan, 9)
         return False, self.too_large, time, max(self.simulation.peak_live), self.name
 

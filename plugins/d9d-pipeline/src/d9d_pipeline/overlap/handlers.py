@@ -1,4 +1,4 @@
-"""Handlers of a schedule with overlapped pairs."""
+"""Handlers of actions for a schedule with overlapped pairs (a forward and a backward at the same time)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OverlapHandlers:
             state.ends.append(self._streams.join)
         with self._streams.on(action.stage):
             self._handlers[type(action)](action, state)
-        # Tensors for another stage of this rank cross streams.
+        # A result for another stage of this rank is computed on one stream and used on another.
         if isinstance(action, Forward):
             self._cross(state.inputs, action, action.stage + 1)
         elif isinstance(action, Backward | InputBackward):

@@ -24,9 +24,10 @@ from d9d_pipeline.overlap.yielding_dispatcher import reaches_other_ranks, replac
 class PairRunner:
     """Runner of overlapped pairs; made once for the stages of a rank, after all strategies were applied.
 
-    Changes stages in place, but no module, parameter or name. Blocks (trait ``HasBlocks``) yield where a forward enters
-    and where a backward leaves them; layers with experts on several ranks (``HasExperts``) yield after they send. If
-    the stages have neither blocks nor such layers, a pair runs a forward and then a backward.
+    Adds yield points to the stages, but changes no module, parameter or name. A forward yields where it enters a block
+    (trait ``HasBlocks``), a backward where it leaves one; both yield after a layer with experts on several ranks
+    (``HasExperts``) has sent tensors. If the stages have neither blocks nor such layers, a pair runs a forward and then
+    a backward.
 
     Args:
         stages: stages of the rank, by index.
@@ -58,8 +59,8 @@ class PairRunner:
                 forward of the pair uses twice may be cast twice; this changes the rounding of its gradient.
 
         Raises:
-            BaseException: exception of the first side that failed. The other side ends where it waits. FSDP2 and
-                process groups are left in an undefined state, so the job should end.
+            BaseException: the exception of the side (forward or backward) that failed first. The other side ends at the
+                yield point where it waits. FSDP2 and process groups are in an undefined state, so the job should end.
         """
         turns = Turns()
         device = torch.cuda.current_device() if self._device.type == "cuda" else None

@@ -10,13 +10,14 @@ from torch import Tensor
 
 
 class StageStreams:
-    """CUDA streams of stages, for forward and backward: autograd runs a node on the stream of its forward.
+    """CUDA streams, one per stage, for its forwards and backwards (autograd runs a node on the stream of its forward).
 
-    The following work must be ordered across streams, and memory kept (the allocator returns memory to the stream that
-    allocated it, without asking whether another stream still reads it):
+    Work that uses a tensor on another stream must be ordered after the work that computes it. The tensor's memory must
+    also be kept: the allocator gives freed memory to the stream that allocated it, even if another stream still reads
+    it. Three kinds of tensors cross streams:
 
-    - Parameters, gradients, inputs of a step, losses: :meth:`fork` before the first action of a step and :meth:`join`
-      after the last are enough, for tensors allocated before the step or read after it.
+    - Parameters, gradients, inputs of a step, losses: allocated before the step or read after it. :meth:`fork` before
+      the first action of a step and :meth:`join` after the last are enough.
     - Activations and gradients handed to another stage of this rank: :meth:`mark` after they are computed and
       :meth:`handoff` before they are used. The receiver's graph keeps the tensor, and may free it while the receiver's
       stream still reads it.
@@ -72,8 +73,8 @@ class StageStreams:
 
         Args:
             tensors: tensors allocated on the stream of ``source``.
-            source: index of the stage that computed them; ``None`` for the stream around the step.
-            target: index of the stage that will read them; ``None`` for the stream around the step.
+            source: index of the stage that computed them; ``None`` for the stream that was current in :meth:`fork`.
+            target: index of the stage that will read them; ``None`` for the stream that was current in :meth:`fork`.
             made: event of :meth:`mark` for ``source`` after the tensors were computed. Without it the target waits for
                 all work queued on ``source``'s stream, which in a pair includes later work, and prevents the overlap.
         """

@@ -1,4 +1,4 @@
-"""Strict alternation of two threads: exactly one runs, and yields to the other at fixed points.
+"""Strict alternation of two threads: exactly one runs, until it yields to the other at the next yield point.
 
 The order of their kernel launches therefore depends on the program and not on timing, and is the same on every rank.
 """

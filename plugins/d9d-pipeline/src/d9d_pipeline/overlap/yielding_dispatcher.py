@@ -1,4 +1,4 @@
-"""Dispatcher of experts that yields right after it has sent tokens, outputs or their gradients.
+"""Dispatcher of experts that lets the other side of an overlapped pair run after it has sent tokens or gradients.
 
 It wraps the :class:`~d9d_core.traits.Dispatcher` of a layer with the trait ``HasExperts``.
 """
@@ -20,7 +20,7 @@ def reaches_other_ranks(dispatcher: Dispatcher) -> bool:
 
 
 def has_yield_points(stages: Iterable[nn.Module]) -> bool:
-    """Whether a layer sends tokens to other ranks, so that a pair has communication to hide."""
+    """Whether a layer of the stages sends tokens to other ranks, so that overlapped pairs can hide communication."""
     return any(
         reaches_other_ranks(layer.dispatcher) for stage in stages for layer in modules_with(stage, HasExperts).values()
     )

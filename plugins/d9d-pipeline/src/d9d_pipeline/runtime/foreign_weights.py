@@ -11,7 +11,7 @@ from d9d_core.traits import DefersWeights
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-#: Fraction of the stage's matrices below which deferring foreign ones is not worth keeping the graph alive.
+#: Fraction of the stage's matrix elements below which foreign matrices are not worth keeping the graph for.
 _NOTABLE = 1 / 16
 
 
@@ -50,7 +50,7 @@ class ForeignWeights:
             self._leaves[id(parameter)] = (parameter, f"{path}.{name}")
         if unit := _unit_of(stage, path):
             self._units.update(unit)
-            # FSDP2 replaces parameters by other tensors for the forward, the same ones in each forward.
+            # In a forward, FSDP2 replaces the parameters by other tensors, which are then the leaves of the graph.
             stage.get_submodule(path).register_forward_pre_hook(partial(self._remember, path, tuple(foreign)))
 
     @property
@@ -64,7 +64,7 @@ class ForeignWeights:
         return known is leaf and name in self._sizes
 
     def at_once(self, leaves: Sequence[Tensor]) -> None:
-        """Exclude foreign matrices whose gradients cannot be deferred and are computed at once."""
+        """Exclude foreign matrices whose gradients cannot be deferred; the input phase computes them."""
         for leaf in leaves:
             self._sizes.pop(self._leaves[id(leaf)][1], None)
 
@@ -72,8 +72,8 @@ class ForeignWeights:
     def unsharded(self) -> Iterator[None]:
         """Context in which parameters that FSDP2 shards are gathered. Collective over the ranks of the shards."""
         for unit in self._units.values():
-            # Nodes that run again make FSDP2 free the parameters at the end of that backward, while other sides need
-            # them.
+            # Nodes that run again would make FSDP2 free the parameters at the end of that backward, but other parts of
+            # the graph still need them.
             unit.set_reshard_after_backward(False, recurse=False)
             unit.unshard()
         try:

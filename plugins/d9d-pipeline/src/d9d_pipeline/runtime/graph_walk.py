@@ -41,7 +41,7 @@ class DividedGraph:
 
     Attributes:
         due: leaf tensors with gradients due in the input phase.
-        at_once: candidates for a late gradient that are in ``due``, because a custom Function computes their gradients
+        at_once: leaf tensors in ``due`` that the caller wanted to defer, but whose gradients a custom Function computes
             together with others.
         sides: late sides, approximately in the order in which a backward reaches them.
     """
@@ -60,7 +60,7 @@ def divide_graph(roots: Sequence[GradientEdge], is_candidate: Callable[[Tensor],
 
     Args:
         roots: edges at which the backward starts.
-        is_candidate: whether the gradient of a leaf tensor may be late.
+        is_candidate: function that tells whether the gradient of a leaf tensor may be deferred.
     """
     nodes = _successors_first([edge.node for edge in roots])
     leaves = {node: node.variable for node in nodes if _is_leaf(node)}  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Handlers of the actions that core does not run: sends, receives, split backwards and overlapped pairs."""
+"""Handlers of the actions that d9d-core does not run: sends, receives, split backwards and overlapped pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from d9d_pipeline.runtime.transfers import Transfers
 
 
 def handlers(config: PluginConfig, runner: StageRunner) -> Mapping[type[Action], Handler]:  # noqa: ARG001
-    """Handlers of all pipeline actions on a rank, for any schedule. Collective over the ranks along ``pp``.
+    """Make the handlers of all pipeline actions on a rank, for any schedule. Collective over the ranks along ``pp``.
 
     Args:
         config: config of the schedule.
@@ -83,7 +83,7 @@ class SplitBackwardHandlers:
     def backward(self, action: Action, state: StepState) -> None:
         """Compute all gradients of a microbatch in a stage."""
         assert isinstance(action, Backward)
-        # As in the forward, parts of which may be recomputed here.
+        # The same setting as in the forward, parts of which this backward may recompute.
         self._stages[action.stage].expect(False)
         self._runner.backward(action, state)
 

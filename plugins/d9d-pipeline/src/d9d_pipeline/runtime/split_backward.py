@@ -45,13 +45,13 @@ class WeightPhase:
 
 
 class SplitBackward:
-    """Split backward of one stage: whole, or in an input and a weight phase.
+    """Backward of one stage: at once, or in an input phase and a later weight phase.
 
     Modules with the trait ``DefersWeights`` defer the gradients of their weights themselves: the graph is freed in the
     input phase, and only the inputs of ops and the gradients of their outputs are kept. If a large enough fraction of
-    the stage's matrices belongs to other modules, a walk over the graph defers their gradients too. Then the graph and
-    its saved tensors are kept as well, and for a weight that is used several times, the path between its uses is
-    computed twice.
+    the stage's matrices belongs to other ("foreign") modules, a walk over the graph defers their gradients too. Then
+    the graph and its saved tensors are kept as well, and for a weight that is used several times, the path between its
+    uses is computed twice.
 
     Gradients that are not matrix products, such as of biases, norms, embeddings and of weights used by a custom
     autograd Function, are computed in the input phase. So are all gradients of foreign modules if no input needs a
@@ -59,8 +59,8 @@ class SplitBackward:
 
     Args:
         stage: stage after all strategies were applied.
-        whole: names of modules with a whole backward in the input phase, such as compiled blocks, or checkpointed
-            blocks, which a walk would recompute twice.
+        whole: names of modules whose whole backward runs in the input phase, such as compiled blocks, or checkpointed
+            blocks, which would be recomputed twice.
     """
 
     def __init__(self, stage: nn.Module, whole: Collection[str] = ()) -> None:
@@ -131,7 +131,7 @@ class SplitBackward:
 
 
 class _Side:
-    """Late side, with the gradients that arrive at its branching nodes.
+    """Part of the graph that leads only to deferred weight gradients, with the gradients that arrive at it.
 
     Args:
         side: nodes and late parameters.
@@ -167,7 +167,7 @@ class _Side:
         try:
             if starts:
                 with self._deferral.ignore():
-                    # Nodes of other sides may lie between two branching nodes. The graph is freed with the last side.
+                    # retain_graph: nodes of other sides may lie between two branching nodes, and need their tensors.
                     torch.autograd.backward(starts, gradients, retain_graph=True, inputs=self._side.parameters)
         finally:
             for handle in handles:

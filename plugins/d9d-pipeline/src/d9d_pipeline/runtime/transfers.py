@@ -23,8 +23,8 @@ from torch import distributed as dist
 
 from d9d_pipeline.schedule.insert_transfers import just_in_time
 
-#: Thread blocks of a transfer's kernel. It occupies them while it waits for the other rank, which can slow down matrix
-#: products considerably; but few blocks use only part of a link's bandwidth.
+#: Number of thread blocks of a transfer's kernel. They occupy multiprocessors while the kernel waits for the other
+#: rank, which can slow down matrix products considerably; but few blocks use only part of the link's bandwidth.
 _BLOCKS = 8
 
 
@@ -94,8 +94,8 @@ class Transfers:
     def _send(self, tensors: Sequence[Tensor], to: int, state: StepState) -> None:
         place = self._runner.pipeline.hosts[to]
         group = self._up if place > self._place else self._down
-        # Tensors that have left are freed now, not at the end of the step, because boundaries of all microbatches add
-        # up. (On CPUs they do add up: gloo reports completion only to a wait.)
+        # Free tensors that are sent now, not at the end of the step, when those of all microbatches would add up. (On
+        # CPUs they do add up, because gloo reports completion only in wait().)
         self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
         if self._await_sends not in state.ends:
             state.ends.append(self._await_sends)

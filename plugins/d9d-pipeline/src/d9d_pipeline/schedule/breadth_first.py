@@ -1,4 +1,4 @@
-"""Breadth-first schedules: all forwards, then all backwards; least communication, most memory."""
+"""Breadth-first schedules: all forwards, then all backwards; they hold the activations of all microbatches."""
 
 from __future__ import annotations
 

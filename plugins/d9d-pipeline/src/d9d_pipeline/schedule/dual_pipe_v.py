@@ -36,7 +36,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> list[Action]:
         steps.forward(up)
     for index in range(microbatches - 2 * ranks + rank + 1):
         if index == 0 and behind == 0:
-            # On the last rank these two would otherwise wait for each other through its neighbours.
+            # On the last rank, a pair of these two would deadlock through its neighbours, so they run one by one.
             steps.forward(down)
             steps.backward(up)
         else:
@@ -50,7 +50,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 
 def _last_backwards(steps: OrderBuilder, rank: int, behind: int) -> None:
-    """Append the backwards after the last forward; the second half of them defers weight gradients."""
+    """Append the backwards after the last forward; all but the first ``rank + 1`` defer their weight gradients."""
     down, up = vee(rank + behind + 1)[rank]
     turns = [stage for _ in range(rank + 1) for stage in (up, down)] + [down] * behind
     for index, stage in enumerate(turns):

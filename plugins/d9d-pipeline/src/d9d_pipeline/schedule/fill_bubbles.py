@@ -13,7 +13,7 @@ from d9d_pipeline.schedule.ideal_timing import ideal_starts
 def fill_bubbles(orders: Sequence[Sequence[Action]]) -> list[list[Action]]:
     """Fill bubbles: move weight gradients to where a rank would wait; all other actions keep their order.
 
-    Activations are held until their weight gradients are computed, so there must be memory for all microbatches.
+    Activations are held until their weight gradients are computed, so memory must suffice for all microbatches.
 
     Args:
         orders: computation of each rank, with every backward split in two halves.

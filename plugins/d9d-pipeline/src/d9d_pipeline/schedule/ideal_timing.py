@@ -7,7 +7,7 @@ from math import inf
 
 from d9d_core.schedule import Backward, Forward, Overlap, Program, WeightBackward, compute_parts
 
-#: A whole backward takes as long as two forwards; its halves are equal.
+#: Assumed time of a computation, in forwards; halves of a backward, which are not listed, take 1 each.
 _COSTS = {Forward: 1, Backward: 2}
 
 

@@ -51,12 +51,12 @@ class OrderBuilder:
         self._open.append((stage, microbatch))
 
     def weight_backward(self) -> None:
-        """Append the weight gradients that were deferred first on any stage; do nothing if none are deferred."""
+        """Append the weight gradients, of any stage, that have been deferred longest; do nothing if there are none."""
         if self._open:
             self._weights(*self._open.popleft())
 
     def weight_backward_of(self, stage: int) -> None:
-        """Append the weight gradients of this stage that were deferred first."""
+        """Append the weight gradients of this stage that have been deferred longest."""
         unit = next(unit for unit in self._open if unit[0] == stage)
         self._open.remove(unit)
         self._weights(*unit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: Stage and microbatch.
+#: Index of a stage, and index of a microbatch.
 Unit = tuple[int, int]
 
 
@@ -22,7 +22,7 @@ def check(name: str, ranks: int, microbatches: int, least: int = 1) -> None:
 
 
 def rounds(microbatches: int, ranks: int) -> list[range]:
-    """Divide microbatches into groups with at least as many as there are ranks, or a single smaller group.
+    """Divide microbatches into groups of at least ``ranks`` microbatches, or one smaller group if there are fewer.
 
     A group passes through the stages of a rank one after another. In a group of fewer than ``ranks``, ranks would wait
     for a microbatch to return.

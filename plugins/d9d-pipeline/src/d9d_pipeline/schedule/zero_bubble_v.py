@@ -18,8 +18,8 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Sequence[Program]:
 
     No rank waits between its first and last action if forward, input gradients and weight gradients take equal times
     and communication takes none. The pattern needs ``2 * ranks - 1`` microbatches; with fewer, the actions of the
-    missing microbatches are left out. The activations of up to ``ranks`` microbatches fit into memory at once, so with
-    so few, weight gradients fill the resulting gaps.
+    missing microbatches are left out. With at most ``ranks`` microbatches, whose activations all fit into the memory of
+    1F1B, weight gradients are moved into the resulting gaps.
     """
     check("zero_bubble_v", ranks, microbatches)
     orders = [_order(rank, ranks, microbatches) for rank in range(ranks)]

@@ -24,7 +24,7 @@ class Costs:
         transfer: time to transfer one tensor from one rank to another, once both ranks are ready.
         overlap: hidden fraction of the shorter half of an overlapped pair: 0 runs the halves one after another, 1 at
             the same time.
-        memory: size of the activations of one microbatch, in any unit.
+        memory: size of one microbatch's activations, in any unit.
     """
 
     forward: PerStage = 1.0

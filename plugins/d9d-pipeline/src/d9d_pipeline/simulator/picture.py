@@ -22,16 +22,17 @@ _COLOURS: dict[type[Action], tuple[str, str, str]] = {
     WeightBackward: ("weight gradients", "#fbd9a0", "#c77d1a"),
 }
 _IDLE = "#f1f1f1"
-#: In inches: height of a row, height above and below all rows, least and largest width, width of a digit.
+#: Inches: height of a row, height above and below all rows together, least and largest width, width of a digit.
 _ROW, _AROUND, _WIDTHS, _DIGIT = 0.3, 1.9, (8.0, 24.0), 0.085
-#: Width of the shortest computation in inches, if the picture can be wide enough; fraction of a row that is drawn.
+#: Inches of the shortest computation's width, if the picture can be wide enough; fraction of a row's height that is
+#: filled.
 _SHORTEST, _FILLED = 0.18, 0.86
-#: Limit of microbatch numbers; with more boxes no number is drawn, since each is an element of the picture.
+#: Largest number of boxes with microbatch numbers; with more boxes no numbers are drawn, to keep the file small.
 _NUMBERS = 3000
 
 
 class Box(NamedTuple):
-    """Rectangle of one computation, or of one half of an overlapped pair."""
+    """Rectangle of one computation, or of one half of an overlapped pair: x in units of time, y in rows."""
 
     action: MicrobatchAction
     begin: float

@@ -98,9 +98,9 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> list[Action]:
-        """Computations and sends on the critical path, in order: each starts when the previous one ends.
+        """Computations and sends that determine the time of the step, in order: each starts when the previous one ends.
 
-        If one of them takes longer, the whole step takes longer.
+        If one of them took longer, the whole step would take longer.
         """
         number = max(range(len(self.ends)), key=self.ends.__getitem__, default=-1)
         sends = {send: (receive, before) for send, receive, before in self._transfers()}

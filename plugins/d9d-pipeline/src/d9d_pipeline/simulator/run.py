@@ -76,18 +76,18 @@ class EventLoop:
         count = index.first[-1]
         self.begins: list[float] = [0.0] * count
         self.ends: list[float] = [0.0] * count
-        #: Number of a send or its receive -> arrival time of the tensor; negative while unknown.
+        #: Index of a send or its receive -> arrival time of the tensor; negative while unknown.
         self.arrivals: list[float] = [-1.0] * count
-        #: Cause of an action's start time: the number of another action, or ~number of a send whose tensor arrived
-        #: late.
+        #: Index of an action -> what its start waited for: the index of another action, or ``~index`` of a send whose
+        #: tensor arrived late.
         self.causes: list[int] = [number - 1 for number in range(count)]
         self.index = index
         self._durations = costs.durations(index)
         self._transfer = costs.transfer
         self._hidden = costs.overlap
         self._needs = awaited(index, buffers)
-        #: Number of a send or receive -> numbers of the send, of the receive, and of the previous send of the channel
-        #: (or -1).
+        #: Index of a send or receive -> indices of the send, of the receive, and of the previous send between the same
+        #: ranks in this direction (or -1).
         self._pairs: dict[int, tuple[int, int, int]] = {}
         for pairs in index.channels().values():
             before = -1
@@ -143,7 +143,7 @@ class EventLoop:
         self._issued[number] = 1
         if not (self._issued[send] and self._issued[receive]):
             return False
-        # The side processed last may be ready earlier than the other one.
+        # The later of both times counts: the side that is processed last may have been ready first.
         start = max(self.ends[send], self.ends[receive], self.arrivals[before] if before >= 0 else 0.0)
         self.arrivals[send] = self.arrivals[receive] = start + self._transfer
         return True

@@ -14,9 +14,9 @@ from d9d_qwen3.moe_config import Qwen3MoeConfig
 
 
 def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]:
-    """Mappers of routers and experts, for all layers, from a model with config ``stored`` to a model with ``config``.
+    """Mappers of routers and experts, for all layers, from files of a model ``stored`` to a model with ``config``.
 
-    Transformers has no selection bias; files store the bias under a name of d9d, which transformers ignores.
+    transformers has no selection bias, so files store it under d9d's own name, which transformers ignores.
 
     Raises:
         CheckpointError: the stored model chooses experts by a selection bias, which this model lacks.
@@ -48,7 +48,7 @@ def mixture(config: Qwen3MoeConfig, stored: Qwen3MoeConfig, theirs: str, ours: s
 def _routers(
     config: Qwen3MoeConfig, stored: Qwen3MoeConfig, theirs: str, ours: str, layers: Sequence[str]
 ) -> Iterator[Mapper]:
-    """Mappers of routers, whose layers have the given patterns of names; ``layers`` are all their names in d9d."""
+    """Mappers of routers. ``theirs`` and ``ours`` are patterns of layer names; ``layers`` lists the names in d9d."""
     if stored.has_selection_bias and not config.has_selection_bias:
         raise CheckpointError(
             "the routers in the files choose experts with a bias (selection_bias), which this model would not have; "
@@ -59,6 +59,6 @@ def _routers(
     if not config.has_selection_bias:
         yield Drop(f"{theirs}.selection_bias", optional=True)
     elif stored.has_selection_bias:
-        yield Rename(f"{theirs}.selection_bias", f"{ours}.selection_bias", optional=True)  # a buffer: may be missing
+        yield Rename(f"{theirs}.selection_bias", f"{ours}.selection_bias", optional=True)  # files may lack it
     else:
         yield Fresh(tuple(f"{layer}.ffn.router.selection_bias" for layer in layers))

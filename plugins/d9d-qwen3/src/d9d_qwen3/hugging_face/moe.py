@@ -15,7 +15,7 @@ from d9d_qwen3.moe_config import Qwen3MoeConfig
 if TYPE_CHECKING:
     from d9d_weights.graph.base import Mapper
 
-#: Additional fields of ``config.json`` of models with experts.
+#: Fields of ``config.json`` that only models with experts have.
 READ_OF_EXPERTS = frozenset(
     {
         "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
@@ -48,7 +48,7 @@ class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
         }
 
     def own_fields(self, config: Qwen3MoeConfig) -> dict[str, Any]:
-        """Config fields that transformers does not have: balancing, capacity, and the layout of expert files."""
+        """Config fields that transformers does not have: balancing, capacity, and the layout of experts in files."""
         return own_expert_fields(config)
 
     def layers(self, config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> list[Mapper]:
@@ -94,7 +94,7 @@ def experts_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_expert_fields(config: Qwen3MoeConfig) -> dict[str, Any]:
-    """Config fields of experts that transformers does not have, as far as they differ from their defaults."""
+    """Config fields of experts that transformers does not have; only those that differ from their defaults."""
     defaults = {name: field.default for name, field in Qwen3MoeConfig.model_fields.items()}
     values = config.model_dump(mode="json", include={"balancing", "capacity", "expert_files"})
     return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
@@ -111,7 +111,7 @@ def _experts(data: Mapping[str, Any]) -> Any:
 
 
 def _dense_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without experts: layers named as dense, and layers that ``decoder_sparse_step`` skips."""
+    """Layers without experts: those in ``mlp_only_layers``, and those that ``decoder_sparse_step`` skips."""
     named, step = data.get("mlp_only_layers") or (), data.get("decoder_sparse_step", 1)
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
         raise CheckpointError(f"config.json: decoder_sparse_step is {step!r}; set it to a positive integer")
@@ -119,8 +119,8 @@ def _dense_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _window(data: Mapping[str, Any]) -> Any:
-    """Sliding window of all layers; transformers 5 supports no windows of single layers for this family."""
-    # The same evaluation as in transformers, its defaults included.
+    """Sliding window of all layers; in this family, transformers 5 does not support a window in only some layers."""
+    # The fields are evaluated as in transformers, with its defaults.
     window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
     if window is not None and data.get("max_window_layers", 0):
         raise CheckpointError(

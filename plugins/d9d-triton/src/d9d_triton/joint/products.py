@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Concatenate weights [F_i, ...] along dimension 0 to [F, ...]; a view if adjacent in memory, else a copy.
+    """Concatenate weights [F_i, ...] along dimension 0 to [F, ...]: a view if they are adjacent in memory, else a copy.
 
     See :class:`d9d_core.traits.HasAdjacentWeights`. Reads memory addresses, so a compiler cannot trace it.
     """
@@ -28,7 +28,7 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 @torch.library.custom_op("d9d_triton::joint_rows_gradient", mutates_args=())
 def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
-    """Gradient of the rows of several projections, computed in one product with the concatenated weights.
+    """Gradient of the rows that several projections read, in one product with the concatenated weights.
 
     Args:
         grad: [R, F], gradients of all outputs, concatenated.

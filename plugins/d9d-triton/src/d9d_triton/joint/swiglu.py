@@ -1,9 +1,9 @@
 """Backend of the op ``swiglu``: one product for the gradient of the input, one for the gate and up weight gradients.
 
-Between its matrix products, the backend makes two passes over memory, one in the forward and one in the backward. The
-backward pass writes the gradients of gate and up into one tensor, which one product reads, and recomputes the gated
-activations, so that they are not kept. So no pass adds two gradients of the input, and the products are as large as the
-products of one fused projection, although the weights remain two parameters.
+Between its matrix products, the backend makes one elementwise pass over memory in the forward and one in the backward.
+The backward's pass writes the gradients of gate and up into one tensor and recomputes the gated activations, so that
+these are not kept. One product with the concatenated weights then gives the gradient of the input, without a pass that
+adds two, although the weights remain two parameters.
 
 Shapes: R rows, H features, I features inside, ``...`` any leading dims.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from d9d_triton.joint.products import joint_rows_gradient
 from d9d_triton.silu_mul import silu_mul, silu_mul_backward_beside
 
-#: A backend of the op.
+#: Type of a backend of the op: function of x, gate weight, up weight and down weight.
 Swiglu = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -69,8 +69,8 @@ def register(name: str, products: Products) -> Swiglu:
         products: matrix products of the layer.
 
     Returns:
-        :func:`d9d_nn.ops.swiglu.swiglu` for tensors of one dtype, bfloat16, float16 or float32; it raises a
-        ``TypeError`` for others.
+        A function like :func:`d9d_nn.ops.swiglu.swiglu`, for tensors of one dtype: bfloat16, float16 or float32. It
+        raises a ``TypeError`` for other dtypes.
     """
 
     @torch.library.custom_op(name, mutates_args=())

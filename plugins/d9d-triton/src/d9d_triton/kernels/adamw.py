@@ -22,8 +22,10 @@ def count_step(
     """AdamW kernel: bias corrections of each tensor; if the gate is true, increments step counts and generators.
 
     Args:
-        table: int64 [8, n]: addresses of parameter, gradient, moments, count, generator and first position, and the
-            number of elements; without noise [6, n], or [7, n] with lower bits of master weights behind the count.
+        table: int64, a column for each of n tensors. Rows: addresses of parameter, gradient, first and second moment,
+            step count, generator and first position, then the number of elements. Without stochastic rounding, the
+            generator and first position are left out; with master weights, the address of their lower bits follows the
+            count.
         factors: float32 [2, n], out: learning rate / bias correction of the average; 1 / bias correction of the
             squares.
         keys: int64 [n], out: generator states before this step.
@@ -33,14 +35,14 @@ def count_step(
         LOG2_BETA1: base-2 logarithm of beta1.
         LOG2_BETA2: base-2 logarithm of beta2.
         STOCHASTIC: whether to round stochastically, with generators.
-        BLOCK: tensors of one program.
+        BLOCK: number of tensors that one program handles.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = index < count
     opened = tl.load(gate) != 0
     steps = tl.load(table + 4 * count + index, mask=known, other=0).to(tl.pointer_type(tl.float32))
     taken = tl.load(steps, mask=known, other=0.0) + 1
-    # In float64: 1 - beta ** n loses most digits of a float32 in the first steps.
+    # Computed in float64, because in float32 1 - beta ** n would lose most of its digits in the first steps.
     wide = taken.to(tl.float64)
     first = 1 - tl.exp2(wide * LOG2_BETA1)
     second = 1 - tl.exp2(wide * LOG2_BETA2)
@@ -185,7 +187,7 @@ def _update_block(
     else:
         tl.store(weights + offset, weight.to(WEIGHT), mask=inside)
     if rounds_moment:
-        # The squares need other random bits than the average: mix again with the inverted key.
+        # The second moments need other random bits than the first moments: mix again with the inverted key.
         other = _mix(random ^ _folded(~key))
         tl.store(averages.to(tl.pointer_type(tl.int16)) + offset, rounded(average, random >> 16), mask=inside)
         tl.store(squares.to(tl.pointer_type(tl.int16)) + offset, rounded(square, other & 0xFFFF), mask=inside)

@@ -11,11 +11,11 @@ import triton.language as tl
 #: Consecutive elements that one thread handles: 16 bytes of bfloat16.
 _LANE = tl.constexpr(8)
 _LOG2E = tl.constexpr(1.4426950408889634)
-#: Initial maximum: finite, also times log2(e), because -inf - (-inf) is NaN.
+#: Initial value of a maximum: finite, even after multiplication by log2(e), because -inf - (-inf) would be NaN.
 _LOWEST = tl.constexpr(-2e38)
 
 
-# The slices of a chunk begin at any address: without this, Triton would compile a kernel for each alignment.
+# The slices of a chunk begin at any address; without the argument, Triton would compile a kernel for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["own", "targets", "losses", "peaks", "totals", "ranks"])
 def take_statistics(
     logits,
@@ -31,7 +31,9 @@ def take_statistics(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cross-entropy kernel: softmax statistics, one row per program; merges the statistics of its lanes at the end.
+    """Cross-entropy kernel: loss and softmax statistics of rows of logits; a program handles one row.
+
+    Each thread keeps statistics of its own columns; they are merged at the end.
 
     Args:
         logits: [C, P].
@@ -42,10 +44,10 @@ def take_statistics(
         totals: float32 [C], out: sum of ``exp(logit - largest)``.
         ranks: int64 [C], out: number of logits greater than the target's logit (NaN included).
         ignored: target index of rows that are left out.
-        RANKED: whether to count the ranks of targets.
+        RANKED: whether to compute ``ranks``.
         WORDS: V.
         STRIDE: P.
-        BLOCK: logits of one iteration.
+        BLOCK: number of logits of one iteration.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * STRIDE
@@ -76,7 +78,7 @@ def take_statistics(
                 above += tl.sum(tl.where((x <= target) | (column >= WORDS), 0, 1), 1)
         largest = tl.max(peak, 0)
         total = tl.sum(total * tl.exp2((peak - largest) * _LOG2E), 0)
-        # Not through log-sum-exp, whose large magnitude costs fractional bits.
+        # Not as log-sum-exp minus the target's logit: both are large, so their difference would lose fractional bits.
         tl.store(losses + row, tl.log(total) + (largest - target))
         tl.store(peaks + row, largest)
         tl.store(totals + row, total)
@@ -86,14 +88,14 @@ def take_statistics(
 
 @triton.jit
 def _include(x, peak, total):
-    """Update the maxima [R] and sums of exponentials [R] of the lanes with R x 8 further logits."""
+    """Update the maxima [R] and sums of exponentials [R] of R threads with 8 further logits for each thread."""
     larger = tl.maximum(peak, tl.max(x, 1))
     # exp2 is one instruction; exp takes three more, and differs only in the smallest results.
     terms = tl.exp2((x - larger[:, None]) * _LOG2E)
     return larger, total * tl.exp2((peak - larger) * _LOG2E) + tl.sum(terms, 1)
 
 
-# ``first`` differs for each chunk and must not select a specialized kernel, not even for 0 or 1.
+# ``first`` differs for each chunk, so Triton must not compile a kernel for its value, not even for 0 or 1.
 @triton.jit(do_not_specialize=["first"])
 def include_words(
     logits,
@@ -152,7 +154,7 @@ def include_words(
 
 @triton.jit
 def count_above(logits, targets, own, ranks, ignored, WORDS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Cross-entropy kernel: add the count of a chunk of the vocabulary to the rank of the target, one row per program.
+    """Cross-entropy kernel: add the number of a chunk's logits above the target's to ``ranks``, one row per program.
 
     Args:
         logits: [C, P].

@@ -1,12 +1,14 @@
 """Kernels of head norms with rotary positions, see :mod:`d9d_triton.normed_rope`.
 
-A program handles TOKENS tokens and HEADS heads of each token, either query or key heads, one head after the other. A
-tile is one head of all tokens of the program; cosines, sines and weights stay in registers, which could not hold more
-heads. A rotation pairs feature i with feature i + D/2, so a head is handled as two halves: tiles are [TOKENS, PAIRS]
-with PAIRS >= D/2. Arguments named after a tensor [T, heads, D] and a dimension are strides; T is B x S; ``half`` is
-D/2. Outputs are contiguous; the token stride of gradients is arbitrary. TOKENS and PAIRS are powers of two. EXACT: the
-tiles divide all dimensions, so no mask is needed. Programs below QUERY_GROUPS in the grid's second dimension handle
-query heads, the others key heads.
+A program handles TOKENS tokens and HEADS heads of each token, either query or key heads, one head after the other:
+programs whose index in the grid's second dimension is below QUERY_GROUPS handle query heads, the others key heads. A
+tile is one head of all tokens of the program; only one tile at a time fits into registers, beside cosines, sines and
+weights. A rotation pairs feature i with feature i + D/2, so a head is handled as two tiles [TOKENS, PAIRS] with
+PAIRS >= D/2. TOKENS and PAIRS are powers of two. EXACT means that tiles divide all dimensions, so that no mask is
+needed.
+
+Arguments: a name made of a tensor [T, heads, D] and a dimension, such as ``query_token``, is a stride; T is B x S;
+``half`` is D/2. Outputs are contiguous, except that the token stride of gradients is arbitrary.
 """
 
 from __future__ import annotations
@@ -220,7 +222,7 @@ def _backward_head(
     product = tl.sum(product_first * weight_first + product_second * weight_second, axis=1) / (half * 2)
     scale = tl.rsqrt(square + eps)
     if not EXACT:
-        # Masked rows are zeros, whose scale is infinite if eps is 0.
+        # Masked rows are zeros; if eps is 0, their scale would be infinite.
         scale = tl.where(tl.max(there.to(tl.int32), axis=1) > 0, scale, 0.0)
     shrink = (scale * scale * scale * product)[:, None]
     scale = scale[:, None]

@@ -22,7 +22,7 @@ def copy_to_rows(
     Args:
         out: [R, H], out, contiguous.
         tokens: [T, H].
-        places: int64 [T, k], contiguous; each entry is a valid row index.
+        places: row of each of a token's k choices of experts, int64 [T, k], contiguous; every choice has a row.
         features: H.
         token_stride: stride of ``tokens`` in dimension 0.
         feature_stride: stride of ``tokens`` in dimension 1.
@@ -58,7 +58,7 @@ def sum_rows(
     Args:
         out: [T, H], out, contiguous.
         x: [R, H].
-        places: int64 [T, k], contiguous; R or more where a choice has no row.
+        places: row of each of a token's k choices of experts, int64 [T, k], contiguous; R or more for no row.
         weights: [T, k], contiguous; unused without ``WEIGHTED``.
         rows: R.
         features: H.
@@ -104,11 +104,12 @@ def differentiate(
     """Permutation kernel: gradients of the weighted :func:`sum_rows`; a program reads its token's gradient once.
 
     Args:
-        grad_x: [R, H], out, contiguous; rows that no place refers to must be zeros already; unused without ``OF_X``.
+        grad_x: [R, H], out, contiguous; rows of no choice are not written and must be zeros; unused without
+            ``OF_X``.
         grad_weights: [T, k], out, contiguous; unused without ``OF_WEIGHTS``.
         grad: [T, H], gradient of the sums.
         x: [R, H].
-        places: int64 [T, k], contiguous; R or more where a choice has no row.
+        places: row of each of a token's k choices of experts, int64 [T, k], contiguous; R or more for no row.
         weights: [T, k], contiguous.
         rows: R.
         grad_token: stride of the gradient in dimension 0.

@@ -25,7 +25,7 @@ def normalise(
     FEATURES: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """RMSNorm kernel: norm of a block of rows, with ``ADDS`` of the sum of two tensors.
+    """RMSNorm kernel: norm of a block of rows of ``x``, or with ``ADDS`` of ``x + added``.
 
     Args:
         out: [R, D], out, contiguous.
@@ -128,7 +128,7 @@ def differentiate(
     while first < rows:
         row = first + tl.arange(0, ROWS)[:, None]
         if ADDS:
-            # The load overlaps with the sums below. Loaded a tile ahead, it would need registers of other programs.
+            # The load overlaps with the sums below. Loading a tile ahead would take registers from other programs.
             beside = _load_rows(residual, row, feature, rows, features, residual_row, residual_feature)
         if AHEAD:
             wide, arrived = next_x.to(tl.float32), next_grad.to(tl.float32)
@@ -142,7 +142,7 @@ def differentiate(
         square = tl.sum(wide * wide, axis=1) / features
         product = tl.sum(weighted * wide, axis=1) / features
         scale = tl.rsqrt(square + eps)[:, None]
-        # Rows beyond the last are zeros, whose scale is infinite if eps is 0.
+        # Rows beyond the last are zeros; if eps is 0, their scale would be infinite.
         normed = tl.where(row < rows, wide * scale, 0.0)
         if OF_WEIGHT:
             total += arrived * normed

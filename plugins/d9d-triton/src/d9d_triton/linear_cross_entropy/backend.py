@@ -17,16 +17,17 @@ from d9d_triton.linear_cross_entropy.operators import token_losses, token_losses
 from d9d_triton.linear_cross_entropy.passes import columns
 from d9d_triton.linear_cross_entropy.words import TILE, token_losses_by_words
 
-#: Size of a chunk's logits in bytes. Each chunk after the first costs two passes over the float32 weight gradient.
+#: Largest size of a chunk's logits in bytes. Each chunk after the first costs two passes over the float32 weight
+#: gradient, so few large chunks are faster.
 _CHUNK_BYTES = 1 << 30
-#: Smallest chunk of tokens.
+#: Smallest number of tokens of a chunk.
 _LEAST_ROWS = 256
-#: Size of a small chunk's logits in bytes. Each chunk of the vocabulary costs two passes over the float32 gradient of
-#: the hidden states, so a chunk has at least ``_LEAST_WORDS`` vocabulary entries, however many tokens there are.
+#: Largest size of the logits of a chunk of the vocabulary, in bytes. Each such chunk costs two passes over the float32
+#: gradient of the hidden states, so a chunk has at least ``_LEAST_WORDS`` vocabulary entries, whatever its size.
 _SMALL_BYTES = 192 << 20
 _LEAST_WORDS = 4096
-#: Bytes of a chunk of tokens in the narrow backend: its logits, and its hidden states with ignored rows zeroed. For
-#: 2,048 features and 151,936 vocabulary entries in bfloat16, 1,024 tokens fit.
+#: Largest size in bytes of a chunk of tokens in the narrow backend: its logits, and its hidden states with ignored rows
+#: zeroed. For 2,048 features and 151,936 vocabulary entries in bfloat16, 1,024 tokens fit.
 _NARROW_BYTES = 304 << 20
 
 
@@ -95,7 +96,7 @@ class LinearCrossEntropy:
     def with_ranks(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the same losses and, in the same pass, the ranks int64 [...] of the targets.
+        """Compute the losses and, in the same pass, how many logits exceed each target's logit (ranks), int64 [...].
 
         See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`.
         """
@@ -104,7 +105,7 @@ class LinearCrossEntropy:
     def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute losses, and the ranks of targets if ``ranked``, else an empty tensor."""
+        """Compute losses and, if ``ranked``, how many logits exceed each target's logit, else an empty tensor."""
         parameter = weight
         hidden, weight = autocast_operands(hidden, weight)
         check_operands("linear_cross_entropy", hidden, weight, targets)
@@ -134,10 +135,10 @@ class LinearCrossEntropyNarrow:
     (``retain_graph``) is an autograd error.
 
     Gradients in bfloat16 are less exact: they are rounded before they are scaled, and the weight gradient is rounded
-    after each chunk. N chunks with random signs give ``sqrt((N + 1) / 2)`` times the error of one rounding, twice for
-    N = 8; an addend below half a unit in the last place of the sum is lost. Softmax statistics and the sums inside a
-    product are float32, and no gradient is filtered. With float32 weight and hidden states the accuracy equals
-    ``triton_sum``.
+    after each chunk. With N chunks whose contributions have random signs, its error is ``sqrt((N + 1) / 2)`` times that
+    of one rounding (2.1 times for N = 8), and an addend below half a unit in the last place of the sum is lost. Softmax
+    statistics and the sums inside a product are float32, and all gradients are computed, however small. With float32
+    weight and hidden states the accuracy equals ``triton_sum``.
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None) -> Tensor:
@@ -163,7 +164,7 @@ class LinearCrossEntropyNarrow:
     def with_ranks(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the same losses and, in the same pass, the ranks int64 [...] of the targets.
+        """Compute the losses and, in the same pass, how many logits exceed each target's logit (ranks), int64 [...].
 
         See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`.
         """
@@ -213,7 +214,7 @@ class LinearCrossEntropyByWords:
             hidden: [..., H].
             weight: [V, H], of the same dtype.
             targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` for tokens without a target.
-            size: largest W; ``None`` chooses by T.
+            size: largest number of vocabulary entries in a chunk, W; ``None`` chooses it by T.
             keep: whether to keep the last chunk's logits for the backward, which overwrites them; a second backward
                 (``retain_graph``) is then an autograd error.
 
@@ -230,7 +231,7 @@ class LinearCrossEntropyByWords:
     def with_ranks(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, size: int | None = None, keep: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Compute the same losses, and the ranks int64 [...] of the targets.
+        """Compute the losses, and how many logits exceed each target's logit (ranks), int64 [...].
 
         See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`. If the weight needs a gradient,
         ranks cost one more product: the target's logit is known only after the last chunk of the vocabulary.

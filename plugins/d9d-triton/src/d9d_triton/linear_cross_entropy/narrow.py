@@ -4,9 +4,9 @@ The forward adds up the gradients of the sum of all losses, one chunk of tokens 
 states and weight. The backward scales these gradients in place, or overwrites them if the loss is not a multiple of the
 sum, and returns them. So the weight gradient is the only additional tensor of the weight's size.
 
-Each chunk rounds the weight gradient to its dtype: N chunks with random signs give ``sqrt((N + 1) / 2)`` times the
-error of one rounding, and an addend below half a unit in the last place of the sum is lost. Softmax statistics, and the
-sums inside a product, are float32.
+Each chunk rounds the weight gradient to its dtype. With N chunks whose contributions have random signs, the error is
+``sqrt((N + 1) / 2)`` times that of one rounding, and an addend below half a unit in the last place of the sum is lost.
+Softmax statistics, and the sums inside a product, are float32.
 
 Shapes: T tokens, H features, V vocabulary size, C tokens of a chunk. A gradient that is not needed has no elements.
 """
@@ -33,7 +33,7 @@ from d9d_triton.linear_cross_entropy.parts import (
     without_ignored,
 )
 
-#: Chunks of more tokens than this are a multiple of it: the tile height of a product.
+#: Height of a matrix product's tile in tokens; larger chunks have a multiple of it.
 TILE = 128
 
 
@@ -48,7 +48,7 @@ def token_losses_narrow(
         weight: [V, H].
         targets: int64 [...].
         rows: largest number of tokens in a chunk.
-        ranked: whether to count the ranks of targets.
+        ranked: whether to count the logits above each target's logit.
         of_hidden: whether the hidden states need a gradient.
         of_weight: whether the weight needs a gradient.
 
@@ -70,7 +70,7 @@ def token_losses_narrow(
 def scale(grad_losses: Tensor, targets: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> None:
     """Scale the gradients of :func:`token_losses_narrow` in place.
 
-    The weight gradient is right only if the gradients of all losses are equal.
+    The weight gradient is correct only if the gradients of all losses are equal.
     """
     each = grad_losses.masked_fill(targets == IGNORE, 0).unsqueeze(-1)
     # [1, 1], because a 0-d tensor would be rounded to the dtype of the gradient before the multiplication.
@@ -91,7 +91,7 @@ def compute_again(
     grad_weight: Tensor,
     rows: int,
 ) -> None:
-    """Overwrite the gradients of :func:`token_losses_narrow` by the gradients of any loss, with three more products."""
+    """Overwrite the gradients of :func:`token_losses_narrow` by those of a weighted loss, with three more products."""
     grads = grad_hidden, grad_weight
     for part, space in _logits(hidden, weight, rows):
         grad = differentiate(space, part, len(weight), targets, statistics, grad_losses)
@@ -142,7 +142,7 @@ token_losses_narrow.register_autograd(_backward, setup_context=_keep)
 
 
 def _logits(hidden: Tensor, weight: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of tokens, each with its logits [C, P], which the next chunk overwrites."""
+    """Yield chunks of tokens, each with its logits [C, P], which the next chunk overwrites."""
     tokens = hidden.flatten(0, -2)
     for part, space in parts_of(len(tokens), space_for(0, hidden, weight), rows, TILE):
         project(tokens[part], weight, space)

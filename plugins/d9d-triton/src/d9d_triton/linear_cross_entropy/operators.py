@@ -46,8 +46,8 @@ def token_losses(
         weight: [V, H].
         targets: int64 [...].
         rows: largest number of tokens in a chunk whose logits are not kept.
-        kept: K, counted from the first token.
-        ranked: whether to count the ranks of targets.
+        kept: K; the logits of the first K tokens are kept.
+        ranked: whether to count the logits above each target's logit.
         cast_from: [V, H], the tensor of a wider dtype from which ``weight`` was cast. If given, it receives the
             gradient instead of ``weight``, in its own dtype, without rounding to the dtype of ``weight`` and casting
             back.
@@ -108,7 +108,7 @@ def token_losses_ahead(
         weight: [V, H].
         targets: int64 [...].
         rows: largest number of tokens in a chunk.
-        ranked: whether to count the ranks of targets.
+        ranked: whether to count the logits above each target's logit.
         of_hidden: whether the hidden states need a gradient.
         of_weight: whether the weight needs a gradient.
 
@@ -135,7 +135,7 @@ def scaled_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Scale the gradients of :func:`token_losses_ahead` and cast them to ``dtype``.
 
-    The weight gradient is right only if the gradients of all losses are equal.
+    The weight gradient is correct only if the gradients of all losses are equal.
     """
     each = grad_losses.masked_fill(targets == IGNORE, 0).unsqueeze(-1)
     one = grad_losses.flatten()[:1].sum()  # zero if there are no tokens

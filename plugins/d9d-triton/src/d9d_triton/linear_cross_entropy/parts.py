@@ -13,12 +13,12 @@ from torch import Tensor
 
 from d9d_triton.linear_cross_entropy.passes import columns, gradient_in_place, row_statistics
 
-#: Chunks of more tokens than this are a multiple of it, because products are computed in tiles.
+#: Height of a matrix product's tile in tokens; larger chunks have a multiple of it.
 _TILE = 64
 
 
 def results(hidden: Tensor, targets: Tensor, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized memory for losses, ranks (empty unless ``ranked``) and statistics."""
+    """Uninitialized memory for losses, numbers of logits above the target's (if ``ranked``), and softmax statistics."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
     ranks = torch.empty(targets.shape if ranked else 0, dtype=torch.int64, device=hidden.device)
     return losses, ranks, losses.new_empty(2, targets.numel())
@@ -52,7 +52,7 @@ def parts_of(tokens: int, kept: Tensor, rows: int, tile: int = _TILE) -> list[tu
     """
     parts = [(slice(0, len(kept)), kept)] if len(kept) else []
     rest = tokens - len(kept)
-    even = -(-rest // max(1, -(-rest // rows)))  # two halves instead of a large chunk and a tiny one
+    even = -(-rest // max(1, -(-rest // rows)))  # chunks of equal size instead of large ones and a tiny one
     rows = min(rows, -(-even // tile) * tile)
     shared = kept.new_empty(min(rows, rest), kept.shape[1])
     for start in range(len(kept), tokens, max(1, rows)):

@@ -1,4 +1,4 @@
-"""Passes over logits: the statistics of each row, and the gradient in the place of the logits.
+"""Passes over logits: one computes the softmax statistics of each row, one overwrites the logits by their gradient.
 
 The logits cover the whole vocabulary or a chunk of it.
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from d9d_triton.kernels.linear_cross_entropy import count_above, differentiate, include_words, take_statistics
 from d9d_triton.launch import on_device
 
-#: P is a multiple of this, so that every row is aligned for vectorized loads, whatever V is.
+#: Divisor of P, so that every row is aligned for vectorized loads, whatever V is.
 _COLUMNS = 16
-#: Logits that a program handles in one iteration.
+#: Number of logits that a program handles in one iteration.
 _BLOCK = 8192
-#: Compiler options. Triton's default for fused multiply-add depends on its version.
+#: Compiler options: fused multiply-add is set, because Triton's default depends on its version.
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 #: Block size for chunks of the vocabulary, where a larger block would consist mostly of padding.
 _CHUNK_BLOCK = 4096
-#: Initial maximum: finite, also times log2(e), because -inf - (-inf) is NaN.
+#: Initial value of a maximum: finite, even after multiplication by log2(e), because -inf - (-inf) would be NaN.
 LOWEST = -2e38
 #: Number of blocks of a row whose gradient one program computes, one after the other.
 _BLOCKS = 4
@@ -52,7 +52,7 @@ def row_statistics(
         losses: receives the loss, float32 [C]; zero where the target is ``ignored``.
         statistics: receives the largest logit of each row and the sum of ``exp(logit - largest)``, float32 [2, C].
         ranks: receives the number of logits greater than ``own`` (NaN included), int64 [C]; -1 for ``ignored``.
-        words: V.
+        words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
     with on_device(logits):
@@ -92,7 +92,7 @@ def include_chunk(
         statistics: float32 [2, C] of the chunks so far; :data:`LOWEST` and 0 before the first chunk. 0 and 1 where the
             target is ``ignored``.
         first: vocabulary index of the chunk's first logit.
-        words: V.
+        words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
     with on_device(logits):
@@ -119,7 +119,7 @@ def count_chunk(logits: Tensor, targets: Tensor, own: Tensor, ranks: Tensor, *, 
         targets: int64 [C].
         own: logit of the target, float32 [C].
         ranks: int64 [C], 0 before the first chunk; -1 where the target is ``ignored``.
-        words: V.
+        words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
     with on_device(logits):
@@ -153,7 +153,7 @@ def gradient_in_place(
         targets: int64 [C]; rows whose target is ``ignored`` become zeros, even if they contain NaN.
         statistics: float32 [2, C] of :func:`row_statistics`.
         grad_losses: gradient of the loss of each row, float32 [C].
-        words: V.
+        words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
         first: vocabulary index of the first logit, if the logits are a chunk of the vocabulary.
     """

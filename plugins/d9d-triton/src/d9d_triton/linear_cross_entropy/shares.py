@@ -52,7 +52,9 @@ class VocabularyShareCrossEntropy(VocabularyParallelCrossEntropy):
     def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute losses, and the ranks of targets if ``ranked``. Collective over the ranks that share the vocabulary.
+        """Compute losses and, if ``ranked``, how many logits of all ranks exceed each target's logit.
+
+        Collective over the process ranks that share the vocabulary.
 
         Args:
             hidden: [..., H].
@@ -61,7 +63,8 @@ class VocabularyShareCrossEntropy(VocabularyParallelCrossEntropy):
             rows: largest number of tokens in a chunk; ``None`` chooses it by V.
             keep: whether to keep all logits or none; ``None`` keeps as many as
                 :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` allows.
-            ranked: whether to count the ranks of targets, which needs logits that were not kept once more.
+            ranked: whether to count the logits above each target's logit, for which logits that were not kept are
+                computed again.
 
         Raises:
             TypeError: the kernels do not support the dtype, or hidden and weight differ in dtype.

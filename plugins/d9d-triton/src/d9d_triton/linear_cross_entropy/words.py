@@ -36,8 +36,8 @@ def token_losses_by_words(
         targets: int64 [...].
         size: largest W.
         keep: whether to keep the logits of the last chunk, which the backward then overwrites; not if ``ranked``.
-        ranked: whether to count the ranks of targets, for one more product: the target's logit is known only after the
-            last chunk.
+        ranked: whether to count the logits above each target's logit. This takes one more product, because the
+            target's logit is known only after the last chunk.
 
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [T, P].
@@ -51,7 +51,7 @@ def token_losses_by_words(
     for chunk in chunks:
         logits = _project(tokens, weight, chunk, space)
         include_chunk(logits, words, own, statistics, first=chunk.start, **_facts(chunk))
-    # Not through log-sum-exp, whose large magnitude costs fractional bits.
+    # Not as log-sum-exp minus the target's logit: both are large, so their difference would lose fractional bits.
     torch.add(statistics[1].log(), statistics[0] - own, out=losses.view(-1))
     if ranked:
         ranks.zero_()
@@ -166,7 +166,7 @@ token_losses_by_words.register_autograd(_backward, setup_context=_keep)
 
 
 def _even(words: int, size: int) -> int:
-    """Chunk size W for V vocabulary entries: two halves instead of a large chunk and a tiny chunk."""
+    """Chunk size W for V vocabulary entries: chunks of equal size instead of large chunks and a tiny one."""
     if size >= words:
         return words
     even = -(-words // -(-words // size))
@@ -191,7 +191,7 @@ def _check_words(weight: Tensor, words: Tensor) -> None:
 
 
 def _project(tokens: Tensor, weight: Tensor, chunk: slice, space: Tensor) -> Tensor:
-    """Compute the logits of a chunk. The same shapes in the same memory layout give the same bits again."""
+    """Compute the logits of a chunk; a second call has the same shapes and strides, and so gives the same bits."""
     torch.mm(tokens, weight[chunk].t(), out=space[:, : chunk.stop - chunk.start])
     return space
 
