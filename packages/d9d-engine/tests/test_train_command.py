@@ -1,4 +1,4 @@
-"""Command ``d9d train``: what it does before a job is loaded."""
+"""Command ``d9d train`` before a job is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether ranks can use memory of each other: what is asked, in which order, without GPUs."""
+"""Whether ranks can use memory of each other: the questions and their order, without GPUs."""
 
 from __future__ import annotations
 

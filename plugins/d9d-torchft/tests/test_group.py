@@ -222,7 +222,7 @@ def test_tensors_of_a_kind_share_reductions_of_64_mib() -> None:
 
 
 class GPUGroup:
-    """Stand-in of torch's process groups; notes how it was made and what is called."""
+    """Stand-in of torch's process groups; records its arguments and calls."""
 
     made: list[GPUGroup]
     Options = SimpleNamespace

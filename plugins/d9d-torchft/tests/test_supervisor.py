@@ -194,7 +194,7 @@ def test_a_lighthouse_is_started_at_a_free_port_and_ends_with_this_process(
     ("script", "reason"),
     [
         ("echo 'error: torchft cannot be imported' >&2; exit 2", "torchft cannot be imported"),
-        ("echo 'Hello'; echo 'what is this' >&2", "what is this"),
+        ("echo 'Hello'; echo 'an odd error' >&2", "an odd error"),
         ("exit 0", "no answer"),
         ("exec sleep 60", "no answer"),
     ],

@@ -70,7 +70,7 @@ class CausalLM(TextTask):
         return super().inputs(self._shifted(microbatch))
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions of the microbatch, with their targets and those of multi-token prediction.
+        """This rank's positions of the microbatch, with their targets, also of multi-token prediction.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.

@@ -108,7 +108,7 @@ def encode(
 ) -> tuple[Ids, Weights]:
     """Encode a rendered conversation: token ids ``[N]`` int64, and whether each token counts in the loss, ``[N]`` bool.
 
-    Arguments and errors are those of :func:`encode_weighted`, which also gives the loss weights.
+    Takes the arguments and raises the errors of :func:`encode_weighted`, which also gives the loss weights.
     """
     ids, weights = encode_weighted(conversation, template, tokenizer, loss, quoted)
     return ids, weights > 0

@@ -9,9 +9,9 @@ work on the device and must not synchronise with it; :class:`ReferenceBlocks` is
   queries, a slice of the keys, and the backend's data for it. No query may attend to a key outside of the parts. For
   a kind of mask other than causal, which a backend's attribute ``mask_kinds`` must name, ``prepare`` also gets the
   keyword ``mask``, see :mod:`d9d_core.attention`.
-- ``(query, key, value, mask) -> (out, total)`` computes a part; arguments and results are those of :func:`attend`.
+- ``(query, key, value, mask) -> (out, total)`` computes a part, with the arguments and results of :func:`attend`.
 - ``backward(grad, query, key, value, out, total, mask) -> gradients`` computes a part's contribution to the gradients,
-  given output and log-sum-exps of the attention to all keys; arguments and results are those of
+  given output and log-sum-exps of the attention to all keys, with the arguments and results of
   :func:`attend_backward`.
 
 The reference computes in float32 or wider, in tiles of queries; only one tile's scores exist at a time, also in the

@@ -64,7 +64,7 @@ def _is_direct(parameter: Any, ranks: int) -> bool:
 
 
 class _Begun(NamedTuple):
-    """All-gather in progress; has the attributes of FSDP2's own result, which FSDP2 reads if nobody waited.
+    """All-gather in progress; has the attributes of FSDP2's own result, which FSDP2 reads if no code has waited for it.
 
     Attributes:
         all_gather_event: event recorded after the gather.

@@ -58,7 +58,7 @@ class GroupedTerm(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor, *, spare_rows: bool) -> Tensor:
         """Map rows [R, I], sorted by expert, to the update [R, O] of the layer's output.
 
-        The arguments are those of :func:`d9d_nn.ops.grouped_linear.grouped_linear`.
+        Takes the arguments of :func:`d9d_nn.ops.grouped_linear.grouped_linear`.
         """
         if self.lora_off:
             return rows.new_zeros(())  # 0-d: adding it takes no memory and keeps the dtype

@@ -5,8 +5,8 @@ states and weight. The backward scales these gradients in place, or overwrites t
 sum, and returns them. So the weight gradient is the only additional tensor of the weight's size.
 
 Each chunk rounds the weight gradient to its dtype. With N chunks whose contributions have random signs, the error is
-``sqrt((N + 1) / 2)`` times that of one rounding, and an addend below half a unit in the last place of the sum is lost.
-Softmax statistics, and the sums inside a product, are float32.
+``sqrt((N + 1) / 2)`` times the error of one rounding, and an addend below half a unit in the last place of the sum is
+lost. Softmax statistics, and the sums inside a product, are float32.
 
 Shapes: T tokens, H features, V vocabulary size, C tokens of a chunk. A gradient that is not needed has no elements.
 """
@@ -91,7 +91,7 @@ def compute_again(
     grad_weight: Tensor,
     rows: int,
 ) -> None:
-    """Overwrite the gradients of :func:`token_losses_narrow` by those of a weighted loss, with three more products."""
+    """Overwrite the gradients of :func:`token_losses_narrow` for a weighted loss, with three more products."""
     grads = grad_hidden, grad_weight
     for part, space in _logits(hidden, weight, rows):
         grad = differentiate(space, part, len(weight), targets, statistics, grad_losses)
