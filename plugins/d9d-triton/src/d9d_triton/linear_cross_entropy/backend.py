@@ -136,9 +136,9 @@ class LinearCrossEntropyNarrow:
 
     Gradients in bfloat16 are less exact: they are rounded before they are scaled, and the weight gradient is rounded
     after each chunk. With N chunks whose contributions have random signs, its error is ``sqrt((N + 1) / 2)`` times the
-    error of one rounding (2.1 times for N = 8), and an addend below half a unit in the last place of the sum is lost. Softmax
-    statistics and the sums inside a product are float32, and all gradients are computed, however small. With float32
-    weight and hidden states the accuracy equals ``triton_sum``.
+    error of one rounding (2.1 times for N = 8), and an addend below half a unit in the last place of the sum is lost.
+    Softmax statistics and the sums inside a product are float32, and all gradients are computed, however small. With
+    float32 weight and hidden states the accuracy equals ``triton_sum``.
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None) -> Tensor:
