@@ -48,7 +48,7 @@ def test_most_cells_are_exact_and_none_differs_silently() -> None:
     assert all(row["refused"] or row["cells"] for row in rows)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_type_of_the_day_is_as_the_page_says(tool: Callable[[str], ModuleType]) -> None:
     rows = [row for row in DATA["types"]["rows"] if row["cells"] and "differs" not in dict(row["cells"].values())]
     built = {row["type"]: row["cells"] for row in rows}

@@ -460,6 +460,7 @@ class TestModel(ModelSuite):
 @pytest.mark.thorough
 class TestBalancedModel(TestModel):
     test_hugging_face_round_trip_is_bitwise = None  # balancing is no field of config.json
+    test_every_data_parallel_layout_computes_the_same = None  # tests/test_layouts.py has layouts of balanced experts
 
     @pytest.fixture
     def config(self, spec: ModelSpec) -> Any:
