@@ -144,6 +144,8 @@ _OF_GPT_OSS = (
 @IN_BOTH_DTYPES
 def test_gpt_oss_computes_what_one_process_does(table: ModuleType, tmp_path: Path, dtype: str) -> None:
     model, corpus = table.GPT_OSS, tmp_path / "corpus"
+    if dtype == "bfloat16":  # else the last bit of an activation changes which experts a token gets
+        model = model | {"experts_per_token": model["num_experts"]}
     rows = table.run(corpus, _OF_GPT_OSS, [dtype], [3], model=model)
     piped = [table.Piped("1f1b", 2, 3, model=model), table.Piped("zb1p", 2, 3, table.EXPERT_LAYOUTS[5], model=model)]
     rows += table.run_pipelines(corpus, piped, dtype)
