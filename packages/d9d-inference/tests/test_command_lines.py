@@ -16,6 +16,7 @@ import torch
 from d9d_core.errors import JobError
 from d9d_core.job_file.job import Mesh
 from d9d_engine.distributed import devices
+from d9d_engine.run.interrupt import STOPPED, Terminated
 from d9d_inference.commands import evaluate, generate, infer, model_files
 from d9d_inference.evaluation import compose
 from d9d_inference.evaluation.paired import Difference
@@ -235,6 +236,19 @@ def test_evaluate_runs_here_or_in_processes_of_its_own(invoked: Invoked, tmp_pat
     assert invoked(evaluate, "--nproc", "auto")[0][1] == (job, None, None)
     _, result = invoked(evaluate, "--nproc", "2", launcher="torchrun")
     assert "torchrun has started this process" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [(infer, "stopped during start-up; nothing was computed"), (evaluate, "stopped; nothing was measured")],
+)
+def test_a_command_that_is_stopped_says_so(module: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise Terminated("SIGTERM")
+
+    monkeypatch.setattr(module, "process_of_launcher", stopped)
+    result = CliRunner().invoke(module.app, ["job.yaml"])
+    assert (result.exit_code, result.stdout, result.stderr) == (STOPPED, "", f"SIGTERM: {said}\n")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,11 @@ CELLS = [Cell("tp=2", "exact", "1e-07"), Cell("pp=2", "refused", "no [b]stages[/
 @pytest.mark.parametrize(
     ("kind", "versions", "head"),
     [
-        ("llama", VERSIONS, "model [b]m[/b], model_type llama, config 0123456789ab, with torch 2.11.0, transformers 5.0"),
+        (
+            "llama",
+            VERSIONS,
+            "model [b]m[/b], model_type llama, config 0123456789ab, with torch 2.11.0, transformers 5.0",
+        ),
         (None, {"torch": "2.11.0"}, "model [b]m[/b], config 0123456789ab, with torch 2.11.0"),
     ],
 )
