@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ import pytest
 import torch
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError
 from d9d_inference.generation import chat as chat_module
+from d9d_inference.generation import language_model as language_model_module
 from d9d_inference.generation.chat import chat
 from d9d_inference.generation.file_job import FileJob
 from d9d_inference.generation.language_model import (
@@ -171,6 +173,32 @@ def test_prompts_are_padded_on_the_left_and_completions_cut_after_their_end() ->
     assert config.return_dict_in_generate is False
     assert model._model.generation_config.max_length == 20
     assert (model.ends([8, 2]), model.ends([8, 9]), model.ends([])) == (True, False, False)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_steps_on_a_device_are_replayed_with_a_cache_of_final_size(
+    wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = language_model(torch.tensor([[5, 8]]))
+    model.device, inner = torch.device("meta"), model._model
+    if wrapped:
+        inner = SimpleNamespace()
+        model._model.get_base_model = lambda: inner
+    replayed: list[Any] = []
+
+    def suits(of: object, settings: Any, new: int) -> bool:
+        assert (of is inner, hasattr(settings, "cache_implementation")) == (True, False)
+        return new == 3
+
+    monkeypatch.setattr(language_model_module, "suits", suits)
+    monkeypatch.setattr(language_model_module, "replayed_steps", lambda of: replayed.append(of) or nullcontext())
+    model.complete([[5]], Decoding(3), 0)
+    config = seen["generation_config"]
+    assert (config.cache_implementation, config.disable_compile, replayed) == ("static", True, [inner])
+    assert (seen["input_ids"].device, seen["attention_mask"].device) == (model.device, model.device)
+    model.complete([[5]], Decoding(2), 0)
+    assert not hasattr(seen["generation_config"], "disable_compile")
+    assert len(replayed) == 1
 
 
 def test_more_completions_than_prompts_are_an_error() -> None:

@@ -290,6 +290,16 @@ def test_a_failing_subscriber_to_a_failure_is_noted(monkeypatch: pytest.MonkeyPa
     assert caught.value.__notes__ == ["besides, a subscriber to InferenceFailed raised ValueError('second')"]
 
 
+def test_tensors_of_a_gpu_are_copied_to_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    here = torch.ones(1)
+    there: Any = SimpleNamespace(device=torch.device("cuda"), shape=(2, 3), dtype=torch.float16)
+    pinned = SimpleNamespace(copy_=lambda tensor, non_blocking: asked.append((tensor is there, non_blocking)))
+    monkeypatch.setattr(module.torch, "empty", lambda *given, **options: asked.append((given, options)) or pinned)
+    assert module._to_host({"there": there, "here": here}) == {"there": pinned, "here": here}
+    assert asked == [(((2, 3),), {"dtype": torch.float16, "pin_memory": True}), (True, True)]
+
+
 def test_sums_are_rounded_once_and_keep_what_is_not_finite() -> None:
     assert total([1e16, 1.0, 1.0, -1e16]) == 2.0
     assert total(value for value in (math.inf, 1.0)) == math.inf

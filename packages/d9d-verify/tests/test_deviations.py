@@ -112,6 +112,14 @@ def test_rounding_of_one_element_is_no_deviation_of_an_update_and_that_of_many_i
     assert sizes(after(1, 1, 1, 1), reference).keys() == {("update", "a", 0), ("weight", "a", 0)}
 
 
+def test_a_parameter_of_one_element_may_be_rounded_by_two_bits_of_its_length() -> None:
+    gradients = model(at_0__gradients__a=[1.0], start__model__a=[2.0])
+    one, other = (measured(tensors=gradients | model(at_0__model__a=[value])) for value in (1.0 + 4 * EPS, 1.0))
+    found = sizes(one, other)
+    assert found["weight", "a", 0] == pytest.approx(2 * EPS)
+    assert found["update", "a", 0] == pytest.approx(4 * EPS - EPS * math.sqrt(1 + 1 / 1000))
+
+
 def test_a_buffer_that_stays_where_it_should_change_is_wrong_by_any_measure() -> None:
     start = model(start__model__b=[2.0], at_0__model__b=[2.0 + 1e-6])
     reference = measured(tensors=start)
@@ -252,6 +260,18 @@ def test_a_gradient_that_is_only_rounding_is_compared_by_its_length_and_widens_n
         found = [d for d in deviations(other, reference, limits.noise) if d.name == "zero" and d.size]
         assert {(d.kind, d.step, round(d.size, 4)) for d in found} == {("noise", 0, times), ("noise", 1, times)}
         assert [d.size <= limits.allowed(d) for d in found] == [times < 10] * 2
+
+
+def test_the_length_of_a_gradient_that_is_only_rounding_is_its_largest_before_clipping() -> None:
+    reference, long, short = rounded(1, 2, 3)
+    for run, times in ((long, 3.0), (short, 2.0)):
+        for step in (0, 1):
+            run.tensors[f"{step}/gradients/zero"] *= times
+    # The norm of the first run's second step is twice the limit.
+    long.numbers |= {"start/max_norm": 2.0, "1/grad_norm": 4.0}
+    assert Limits.of(torch.float32, reference, [long, short]).noise == {"zero": pytest.approx(6e-3, rel=1e-4)}
+    reference.numbers |= {"start/max_norm": 2.0, "0/grad_norm": 16.0}
+    assert Limits.of(torch.float32, reference, [long, short]).noise == {"zero": pytest.approx(8e-3, rel=1e-4)}
 
 
 def test_a_gradient_with_a_direction_is_no_rounding() -> None:

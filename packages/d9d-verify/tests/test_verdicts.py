@@ -208,6 +208,7 @@ def test_a_layout_is_read_with_the_jobs_settings_of_its_strategies() -> None:
     assert layout.mesh == {"dp_replicate": 2, "dp_shard": 3}
     assert list(layout.parallel) == [{"name": "fsdp", "x": 1}, {"name": "compile"}]
     assert (layout.ranks, layout.data_parallel_size) == (6, 6)
+    assert Layout("x", {"dp_shard": 4, "tp": 3, "ep": 2}, []).ranks == 12  # ep needs no ranks of its own
     assert (parse_layout(":fsdp", own).mesh, parse_layout("pp=1", own).parallel) == ({}, [])
 
 
@@ -332,6 +333,25 @@ def test_jitter_moves_outputs_of_layers_by_at_most_half_of_the_last_bit() -> Non
     assert moved.min() < 0
     counts = torch.arange(3)
     assert model(counts) is counts
+
+
+def test_jitter_moves_gradients_by_at_most_half_of_the_last_bit_and_equal_ones_alike() -> None:
+    def moved(seed: int) -> dict[str, torch.Tensor]:
+        stage = nn.ParameterDict({name: nn.Parameter(torch.zeros(1000)) for name in ("a", "b", "frozen")})
+        for name in ("a", "b"):
+            stage[name].grad = torch.ones(1000)
+        jitter = Jitter(seed)
+        jitter._model_ready(cast("Any", SimpleNamespace(stage=stage)))
+        jitter._gradients_final(cast("Any", None))
+        assert stage["frozen"].grad is None
+        return {name: (cast("Any", stage[name].grad) - 1) / torch.finfo(torch.float32).eps for name in ("a", "b")}
+
+    found = moved(1)
+    assert found["a"].abs().max() <= 0.5
+    assert found["a"].min() < 0
+    assert not torch.equal(found["a"], found["b"])
+    assert torch.equal(moved(1)["a"], found["a"])
+    assert not torch.equal(moved(2)["a"], found["a"])
 
 
 def test_a_schedule_backwards_has_the_last_microbatch_first() -> None:
