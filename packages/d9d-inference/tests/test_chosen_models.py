@@ -165,6 +165,12 @@ def test_a_model_is_found_in_its_directory_and_in_that_of_its_run(tmp_path: Path
         assert found.origin != origins[0]
 
 
+def test_an_adapter_that_cannot_be_read_needs_a_base(tmp_path: Path) -> None:
+    said = r"adapter_config.json cannot be read: No such file or directory; name the base model with --base MODEL$"
+    with pytest.raises(CheckpointError, match=said):
+        model_files._base_of(tmp_path)
+
+
 def test_an_adapter_is_found_with_the_base_that_it_or_the_user_names(tmp_path: Path) -> None:
     base, other = model_in(tmp_path / "base"), model_in(tmp_path / "other")
     adapter = adapter_in(tmp_path / "run" / "adapter", str(base))

@@ -157,6 +157,38 @@ def test_positions_are_split_only_for_tasks_that_join_them() -> None:
             compose._parts(inference_job(), task, split)
 
 
+@pytest.mark.parametrize(
+    ("reads", "ranks", "fails"), [(True, (1, 2), True), (True, (1, 1), False), (False, (2,), False)]
+)
+def test_outputs_of_modules_are_read_only_where_ranks_have_them_whole(
+    reads: bool, ranks: tuple[int, ...], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reads:
+        columns = {"row": "number"}
+
+    class Plain(Reads): ...
+
+    monkeypatch.setattr(compose, "ReadsModules", Reads if reads else Joins)
+    monkeypatch.setattr(compose, "instantiate", lambda _chosen, _config: Plain())
+    applied = [("strategy", SimpleNamespace(sequence_ranks=count)) for count in ranks]
+    monkeypatch.setattr(compose, "assemble_forward", lambda _root: SimpleNamespace(applied=applied, peft=None))
+    emitted: list[Any] = []
+    monkeypatch.setattr(compose, "Events", lambda _several: SimpleNamespace(emit=emit))
+
+    def emit(event: object) -> None:
+        emitted.append(type(event))
+        if isinstance(event, ev.ModelPlanned):
+            raise KeyError("planned")
+
+    selection = SimpleNamespace(subscribers=[], task="task", writer="writer")
+    root: Any = SimpleNamespace(
+        job=inference_job(writer="jsonl"), selection=selection, note=print, topology=SimpleNamespace(sizes={"cp": 1})
+    )
+    with pytest.raises(BuildError if fails else KeyError, match="'embed' reads outputs" if fails else "planned"):
+        compose.build_inference(root)
+    assert emitted == [ev.JobConfigured] + [ev.ModelPlanned] * (not fails)
+
+
 @pytest.mark.usefixtures("tasks")
 def test_a_task_has_one_forward_or_one_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compose, "Captures", lambda *given: ("captures", *given))
