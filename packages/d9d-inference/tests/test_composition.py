@@ -189,6 +189,91 @@ def test_outputs_of_modules_are_read_only_where_ranks_have_them_whole(
     assert emitted == [ev.JobConfigured] + [ev.ModelPlanned] * (not fails)
 
 
+@pytest.mark.parametrize(("owning", "main", "split"), [(False, True, False), (True, False, True)])
+@pytest.mark.parametrize("kind", ["plain", "texts", "modules", "writes"])
+def test_an_inference_run_is_composed_of_its_parts_in_order(
+    kind: str, owning: bool, main: bool, split: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    did: list[Any] = []
+
+    class OfKind:
+        columns, inputs, text_inputs = {"row": "number"}, "outputs", "texts"
+
+        def check(self, *given: object) -> None:
+            did.append(("checked", *given))
+
+        def modules(self, names: Any) -> list[str]:
+            return [f"{name} read" for name in names]
+
+        def use_text_of(self, decode: Any) -> None:
+            did.append(("decodes", decode))
+
+    protocols = {"texts": "ReadsTexts", "modules": "ReadsModules", "writes": "WritesText"}
+    for name, protocol in protocols.items():
+        monkeypatch.setattr(compose, protocol, OfKind if name == kind else Joins)
+    task, stream = OfKind(), SimpleNamespace(facts={"rows": 12_345, "samples": 9})
+    parts = SimpleNamespace(split="split") if split else None
+    model = nn.Linear(300, 100, bias=False)
+    assembly = SimpleNamespace(
+        applied=[], peft=None, all_stages="stages", full_model=model, stage_holders=lambda of: ("holders", of),
+        pipeline=SimpleNamespace(least_microbatches=lambda count: count + 1),
+    )  # fmt: skip
+    topology = SimpleNamespace(
+        sizes={"cp": 1}, is_main=main, world="world", device="cpu", watchdog=SimpleNamespace(waiting_for="waiting")
+    )
+    job = inference_job(
+        writer="jsonl", run=SimpleNamespace(directory=tmp_path), batch=SimpleNamespace(prefetch=3), microbatches=4,
+        limit=1234, too_long="error",
+    )  # fmt: skip
+    stream.facts["samples"] = 2345
+    store = SimpleNamespace(own=lambda: did.append("owned"))
+    for name, value in {
+        "instantiate": lambda chosen, _config: task if chosen == "task" else "a writer",
+        "assemble_forward": lambda _root: assembly,
+        "_parts": lambda *given: parts if given == (job, task, topology) else None,
+        "module_names": lambda stages: [stages],
+        "PartStore": lambda *given: did.append(given) or store,
+        "on_main": lambda run, world: did.append(world) or run(),
+        "tokenizer_of": lambda *given: SimpleNamespace(decode=given),
+        "build_forward": lambda *given: SimpleNamespace(model="model", given=given),
+        "_forwards": lambda *given: given,
+        "DevicePrefetcher": lambda *given, **more: (*given, more),
+        "_record": lambda *given: {"record": given},
+        "Interrupts": lambda: "no interrupts",
+        "Inference": lambda **given: given,
+        "_subscribers": lambda _selection: ["of the job"],
+        "Events": lambda several: SimpleNamespace(emit=did.append, of=several),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(compose, name, value)
+    notes: list[str] = []
+    root: Any = SimpleNamespace(
+        job=job, selection=SimpleNamespace(task="task", writer="writer"), topology=topology, note=notes.append,
+        open_data=lambda **given: did.append(given) or (stream, "2 s"),
+    )  # fmt: skip
+    given: Any = compose.build_inference(root, ["observer"], None, owning)  # type: ignore[list-item]
+    events = [one for one in did if type(one).__module__ == ev.__name__]
+    assert [type(one) for one in events] == [ev.JobConfigured, ev.ModelPlanned, ev.DataReady, ev.ModelReady]
+    assert events[3] == ev.ModelReady("model", ("holders", topology))  # type: ignore[arg-type]
+    assert [one for one in did if one not in events] == [
+        (tmp_path, "a writer"), *(["world", "owned"] if owning else []),
+        {"one_pass": True, "inputs": "texts" if kind == "texts" else "own"}, ("checked", job.model, stream.facts),
+        *([("decodes", (job, stream, "task 'embed'"))] if kind == "writes" else []),
+    ]  # fmt: skip
+    assert notes == ["data: 1,234 samples, 12,345 rows (2 s)", "model: 30,000 parameters on cpu"]
+    bus = given.pop("events")
+    assert bus.of == ["of the job", "observer"]
+    forward = given["forwards"][2]
+    assert forward.given == (root, assembly, "outputs")
+    reads = ["stages read"] if kind == "modules" else ()
+    assert given == {
+        "job": job, "topology": topology, "task": task, "forwards": (job, task, forward, reads, stream, topology),
+        "model": "model", "least": 5, "samples": 1234, "facts": stream.facts, "store": store,
+        "prefetcher": (stream, "cpu", 3, {"waiting_for": "waiting", "split": "split" if split else None}),
+        "record": {"record": (job, task, stream)} if main else {}, "interrupts": "no interrupts",
+        "note": root.note, "parts": parts,
+    }  # fmt: skip
+
+
 @pytest.mark.usefixtures("tasks")
 def test_a_task_has_one_forward_or_one_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compose, "Captures", lambda *given: ("captures", *given))
