@@ -200,7 +200,7 @@ def alternatives(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_alternatives_are_those_that_fit_by_the_time_of_all_devices(alternatives: dict[str, Any]) -> None:
     alternatives["near"] = [prediction(9.0), prediction(1.0, 5.0), prediction(0.0)]
     alternatives["on 4"] = [prediction(at, devices=4) for at in (1.0, 2.0, 3.0, 0.5)]
-    alternatives["on 2"] = [prediction(7.0, 5.0)]
+    alternatives["on 2"] = [prediction(0.125, 5.0)]
     found = ways_out(prediction(1.0, 9.0))
     assert [one.time.total for one in found] == [1.0, 2.0, 3.0]
     assert alternatives["asked"] == [2, 4]

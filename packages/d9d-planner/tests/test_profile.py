@@ -206,6 +206,10 @@ def test_a_profile_of_a_processor_says_that_recorded_steps_are_slower() -> None:
     assert [row for row in rows if row.endswith("100.0%")] == [f"  {LABELS['matmul']:<22}     2000.00 ms  100.0%"]
     assert rows[-1].endswith("(measured 0.25 x)")
     assert "  try data.workers: 4 reads and tokenises in other processes" in rows
+    slow = Measured(1.0, 0.0, 0.5, 0.0, {"matmul": 2.0}, 2.0, 7.0, None, False)
+    for microbatch, ranks, count in ((1, 1, 12), (2, 1, 6), (1, 3, 4)):
+        line = f"  try batch.microbatch: larger; a step has {count} microbatches"
+        assert line in list(lines(slow, job_of(12, microbatch, ranks), (0.125, "")))
     empty = Measured(1.0, 0.0, 0.5, 0.0, {}, 0.0, 7.0, None, False)
     assert [row[-6:] for row in lines(empty, job_of(8, 1, 1), (4.0, ""))][4 : 4 + len(LABELS)] == ["  0.0%"] * len(
         LABELS
