@@ -201,6 +201,28 @@ def test_steps_on_a_device_are_replayed_with_a_cache_of_final_size(
     assert len(replayed) == 1
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_streamed_completion_controls_no_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Any] = []
+
+    class Streamer:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self.given = given, options
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            printed.append((text, stream_end))
+
+    model, seen = language_model(torch.tensor([[5, 6, 8, 2, 2]]))
+    model._library = SimpleNamespace(TextStreamer=Streamer)
+    assert model.stream([5, 6], Decoding(3, seed=9)) == [8, 2]
+    assert torch.initial_seed() == 9
+    assert seen["streamer"].given == ((model.tokenizer,), {"skip_prompt": True, "skip_special_tokens": True})
+    monkeypatch.setattr(language_model_module.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
+    seen["streamer"].on_finalized_text("a\x1b[2J")
+    seen["streamer"].on_finalized_text("b", True)
+    assert printed == [(r"a\x1b[2J" if terminal else "a\x1b[2J", False), ("b", True)]
+
+
 def test_more_completions_than_prompts_are_an_error() -> None:
     model, _ = language_model(torch.zeros(2, 2))
     with pytest.raises(BuildError, match="1 prompts have 2 completions"):

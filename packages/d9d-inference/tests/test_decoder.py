@@ -75,6 +75,12 @@ def test_the_width_of_forwards_grows_in_steps_of_64_up_to_what_is_needed() -> No
     assert [shape[0][1] for shape in seen] == [64] * 2 + [128] * 64 + [133] * 4
 
 
+def test_the_width_of_forwards_is_that_of_the_longest_sequence() -> None:
+    seen: list[list[tuple[int, ...]]] = []
+    decoder(successor(seen), 2).continue_all(pack_of([5], list(range(70))))
+    assert seen == [[(2, 72)]] * 2
+
+
 def test_the_width_of_forwards_is_a_multiple_of_what_layouts_need() -> None:
     one = Sequences.of({"tokens": torch.ones(1, 5, dtype=torch.int64), "rows": torch.tensor([3])}, 4, 6)
     assert (one.tokens.shape, one.growth, one.lengths.tolist(), one.longest) == ((1, 12), 192, [5], 5)

@@ -19,6 +19,7 @@ from d9d_inference.compose import check_columns, check_data, weights_identity
 from d9d_inference.part_store import Standing
 from d9d_inference.runner import Inference, InferenceOutcome, total
 from torch import Tensor, nn
+from torch import distributed as dist
 
 
 class Store:
@@ -254,6 +255,24 @@ def test_samples_beyond_the_wanted_number_become_fillers(
 ) -> None:
     case = Case(monkeypatch, facts=facts)
     assert case.inference._wanted(torch.tensor(rows), place).tolist() == wanted
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_ranks_stop_together_and_wait_for_each_other(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def all_reduce(flag: Tensor, operation: object, group: object) -> None:
+        calls.append((flag.tolist(), operation, group))
+        flag.fill_(asked)
+
+    case = Case(monkeypatch)
+    case.inference.topology.world = cast("Any", "world")
+    monkeypatch.setattr(module, "on_main", lambda run, world: run() if world == "world" else None)
+    monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(module.dist, "barrier", lambda world: calls.append(world))
+    assert case.inference.run().status == ("stopped" if asked else "finished")
+    assert calls == [([0.0], dist.ReduceOp.MAX, "world")] * (1 if asked else 2) + ["world"]
+    assert case.notes == ["another rank: stopped after sample 0 of 5; start again to continue"] * asked
 
 
 def test_rows_of_other_machines_are_waited_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,8 +149,12 @@ def test_lower_bits_of_master_weights_wrap_around() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "size"), [(1.0, 0.0, math.inf), (math.nan, 1.0, math.inf), (1.0, math.inf, math.inf)]
-)
+    ("one", "other", "size"),
+    [
+        (1.0, 0.0, math.inf), (math.nan, 1.0, math.inf), (1.0, math.inf, math.inf), (math.inf, math.inf, math.inf),
+        (1.0, math.nan, math.inf),
+    ],
+)  # fmt: skip
 def test_a_state_that_should_be_zero_or_finite_is_wrong_by_any_measure(one: float, other: float, size: float) -> None:
     values = (measured(tensors=model(at_0__optimizer__a__m=[value])) for value in (one, other))
     assert sizes(*values) == {("state", "a/m", 0): size}
@@ -212,6 +216,8 @@ def test_minimum_limits_are_far_tighter_in_float32_than_in_bfloat16() -> None:
         ([[1.0, 0.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]], "row", 0.0, 0.0),
         ([[4.0, 0.0], [0.0, 1.0]], [[4.0, 0.0], [1.0, 0.0]], "row", 1.0, 0.0),
         ([[4.0, 0.0], [0.0, 1.0]], [[4.0, 0.0], [0.0, 4.0]], "row", 0.0, 0.75),
+        ([[[4.0, 0.0, 0.0], [0.0, 1.0, 0.0]]], [[[4.0, 0.0, 0.0], [1.0, 0.0, 0.0]]], "row", 1.0, 0.0),
+        ([4.0, 1.0], [4.0, 1.0], "row", 0.0, 0.0),
         (2.0, 3.0, "row", 0.0, 1 / 3),
     ],
 )
@@ -278,6 +284,15 @@ def test_a_gradient_with_a_direction_is_no_rounding() -> None:
     reference, *sound = rounded(1, 1, 1)
     assert Limits.of(torch.float32, reference, sound).noise == {}
     assert Limits.of(torch.float32, reference).noise == {}
+
+
+@pytest.mark.parametrize(("cosine", "noise"), [(0.8, set()), (0.6, {"zero"})])
+def test_a_gradient_is_only_rounding_if_its_mean_angle_is_large(cosine: float, noise: set[str]) -> None:
+    reference, *sound = rounded(1, 1, 1)
+    for run, direction in ((reference, [1.0, 0.0]), *((run, [cosine, math.sqrt(1 - cosine**2)]) for run in sound)):
+        for step in (0, 1):
+            run.tensors[f"{step}/gradients/zero"] = torch.tensor(direction)
+    assert Limits.of(torch.float32, reference, sound).noise.keys() == noise
 
 
 def test_a_gradient_of_less_than_a_bit_of_the_norm_of_all_is_zero() -> None:

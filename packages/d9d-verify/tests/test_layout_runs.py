@@ -153,7 +153,9 @@ def test_each_layout_is_told_run_and_judged(monkeypatch: pytest.MonkeyPatch) -> 
 
     limits = SimpleNamespace(of=lambda dtype, one, sound: (dtype, one, sound))
     for name, value in {
-        "scaled_values": lambda _job, _layouts, steps: {**VALUES, "batch": {"size": steps}},
+        "scaled_values": lambda job, given, steps: (
+            {**VALUES, "batch": {"size": steps}} if job is nothing and given is several else {}
+        ),
         "ops_of": lambda *_: ["rope"],
         "_check": lambda *given: ran.append(("checked", given[2].name)),
         "scaled_model": lambda job, values: {(None, 4): torch.nn.Identity()}[job, values["batch"]["size"]],

@@ -304,6 +304,11 @@ def test_the_learning_rate_changes_the_median_parameter_visibly_after_the_warm_u
     assert trainer.did == ["pack", ("step", 0), "end of data"]
 
 
+def test_the_larger_of_two_middle_parameters_counts() -> None:
+    trainer = Trainer(Model(a=[1.0], b=[2.0]), {"a": [0.5], "b": [0.5]})
+    assert probed(trainer, 1)[0].factor == pytest.approx(0.05 / 0.5)
+
+
 def test_a_job_whose_parameters_do_not_change_keeps_its_learning_rate() -> None:
     assert probed(Trainer(Model(a=[1.0]), {"a": [0.0]}), 1)[0] == Rate(1.0, 0)
     assert probed(Trainer(Model(a=[1.0]), {"a": [float("nan")]}), 1)[0] == Rate(1.0, 0)

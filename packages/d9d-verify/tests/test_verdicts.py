@@ -218,6 +218,29 @@ def test_a_malformed_layout_is_refused(text: str) -> None:
         parse_layout(text, job({}))
 
 
+def test_a_layout_of_stages_may_name_one_schedule_of_those_installed() -> None:
+    own = job({"pp": 2}, {"name": "fsdp", "x": 1})
+    schedules = [SimpleNamespace(spec=SimpleNamespace(key=name)) for name in ("1f1b", "gpipe")]
+    known: Any = own
+    known.registry = SimpleNamespace(entries=lambda kind: {"schedule": schedules}[kind])
+    known.pipeline = SimpleNamespace(selector="gpipe", model_dump=lambda mode: {"name": "gpipe", "mode": mode})
+    found = parse_layout("pp=2:1f1b(x=[1, {y: 2}], z = 3),fsdp", own)
+    assert (found.pipeline, list(found.parallel)) == (
+        {"name": "1f1b", "x": [1, {"y": 2}], "z": 3}, [{"name": "fsdp", "x": 1}],
+    )  # fmt: skip
+    assert parse_layout("pp=2:gpipe", own).pipeline == {"name": "gpipe", "mode": "json"}
+    assert parse_layout("pp=2:fsdp", own).pipeline is None
+    values = {"pipeline": {"name": "gpipe"}}
+    assert layout_values(values, found, [])["pipeline"] == {"name": "1f1b", "x": [1, {"y": 2}], "z": 3}
+    for text in ("pp=2:1f1b,gpipe", "pp=1:1f1b", "dp_shard=2:1f1b"):
+        with pytest.raises(JobError, match=f"^--layout {text}: name at most one schedule, and only with pp=2 or more$"):
+            parse_layout(text, own)
+    for text in ("fsdp(x", "fsdp(x)", "fsdp(=1)", "fsdp(x=1,y)"):
+        with pytest.raises(JobError) as error:
+            parse_layout(f"pp=2:{text}", own)
+        assert str(error.value) == f"--layout pp=2:{text}: write fields as name(field=value,...), not {text}"
+
+
 def test_only_layouts_with_stages_keep_the_pipeline_and_only_the_reference_has_reference_kernels() -> None:
     values = {"mesh": {"tp": 8}, "parallel": ["fsdp"], "pipeline": {"name": "1f1b"}, "kernels": {"rope": "triton"}}
     flat = layout_values(values, Layout("x", {"dp_shard": 2}, ["hsdp"]), ["rope", "swiglu"])
@@ -571,9 +594,12 @@ def test_a_layout_that_passes_and_saves_another_state_fails_at_the_step_of_the_s
     monkeypatch.setattr(run, "_reference", lambda *_, **_named: (two_steps(), []))
     monkeypatch.setattr(run, "_run", lambda *_: two_steps())
     monkeypatch.setattr(run, "_settings", lambda *_: "settings")
-    monkeypatch.setattr(run, "_checkpoint", lambda _directory: saved())
-    monkeypatch.setattr(run, "unlike_saved", lambda *_: None)
-    monkeypatch.setattr(run, "unlike_state", lambda *_: "another position")
+    monkeypatch.setattr(run, "_checkpoint", lambda directory: (directory.parent.name, directory.name))
+    own, reference = ("0", "checkpoints"), ("reference", "checkpoints")
+    monkeypatch.setattr(run, "unlike_saved", lambda mine, *_: None if mine == own else "not the layout's")
+    monkeypatch.setattr(
+        run, "unlike_state", lambda *given: "another position" if given[:2] == (own, reference) else None
+    )
     (verdict,) = run.verify(cast("Job", None), [Layout("x", {"dp_shard": 2}, [])], steps, lambda _text: None)
     assert verdict.diverged == (None if steps == 1 else (steps // 2 - 1, "another position"))
 
