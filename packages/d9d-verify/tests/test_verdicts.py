@@ -576,6 +576,12 @@ def test_a_saved_position_counter_or_metric_that_differs_is_named(changes: Any, 
     assert unlike_state(saved(**changes), saved(), limits) == said
 
 
+def test_a_metric_that_is_off_by_its_limit_is_fine() -> None:
+    changed = saved(tensors={"metrics/loss/sum": torch.tensor([3.0, 5.25])})
+    for floor, fine in ((0.25, True), (0.2499, False)):
+        assert (unlike_state(changed, saved(), Limits({"series": floor}, {})) is None) is fine
+
+
 def test_a_layout_that_saves_nothing_is_wrong() -> None:
     assert unlike_state(None, saved(), Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
     assert unlike_state(saved(), None, Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
