@@ -269,7 +269,7 @@ def test_ranks_stop_together_and_wait_for_each_other(asked: bool, monkeypatch: p
     case.inference.topology.world = cast("Any", "world")
     monkeypatch.setattr(module, "on_main", lambda run, world: run() if world == "world" else None)
     monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(module.dist, "barrier", lambda world: calls.append(world))
+    monkeypatch.setattr(module.dist, "barrier", calls.append)
     assert case.inference.run().status == ("stopped" if asked else "finished")
     assert calls == [([0.0], dist.ReduceOp.MAX, "world")] * (1 if asked else 2) + ["world"]
     assert case.notes == ["another rank: stopped after sample 0 of 5; start again to continue"] * asked
