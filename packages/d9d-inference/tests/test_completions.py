@@ -86,6 +86,18 @@ def test_an_interrupted_file_of_completions_goes_on_and_has_the_same_lines(tmp_p
     assert json.loads((whole / "out.jsonl").read_text("utf-8").splitlines()[1])["finish"] == "length"
 
 
+def test_finished_batches_are_in_the_file_before_the_next_begins(tmp_path: Path) -> None:
+    lines: list[int] = []
+
+    class Looks(Model):
+        def complete(self, *given: Any) -> list[list[int]]:
+            lines.append((tmp_path / "out.jsonl.partial").read_bytes().count(b"\n"))
+            return super().complete(*given)
+
+    complete(file_job(tmp_path), Looks())
+    assert lines == [0, 2, 4]
+
+
 def test_the_rest_of_another_command_is_neither_continued_nor_overwritten_unasked(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         complete(file_job(tmp_path), Model(fails_at=1))
