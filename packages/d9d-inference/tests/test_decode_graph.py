@@ -26,7 +26,8 @@ def suitable(**changed: Any) -> bool:
 
 def test_a_model_of_attention_on_a_gpu_suits() -> None:
     assert suitable()
-    assert suitable(layer_types=None, use_cache=True, num_beams=1)
+    assert suitable(layer_types=None, use_cache=True, num_beams=1, num_return_sequences=1)
+    assert suitable(new=5)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def test_a_model_of_attention_on_a_gpu_suits() -> None:
         {"layer_types": ["linear_attention"]},
         {"num_experts": 4},
         {"num_beams": 2},
+        {"num_return_sequences": 2},
         {"use_cache": False},
         {"cache_implementation": "dynamic"},
     ],
