@@ -533,6 +533,25 @@ def test_gradients_of_other_stages_are_held_during_a_backward() -> None:
     )
 
 
+def test_all_gradients_of_a_stage_may_come_on_top_of_those_of_other_stages() -> None:
+    load = Work(StrategyCost(), groups(), hosts=[0, 0])
+    load.update, load.moment = Update(state=12.0), [[Moment(((0, 1), (1, 1)), 0, frozenset({1}))]]
+    small = BlockCost("b", (OpCost("x", "product", backward_flops=1, kept=1.0),), 8, count=2)
+    stages = [StageCost((EMBEDDING, small)), StageCost((layer(1), HEAD))]
+    (found,) = MemoryModel(cast("Any", load), Layout(Mesh(), (), None, 2, 1), stages).ranks()
+    parts = {"gradients": (26 + 12) * 2, "activations": 100, "logits": 50}
+    assert found == expected(parameters=(26 + 12) * 4, optimizer=24, **parts)
+
+
+@pytest.mark.parametrize(("shards", "parameters"), [(False, 62), (True, 5 + 8 + 2 + 8)])
+def test_autocast_copies_the_whole_parameters_and_experts(shards: bool, parameters: int) -> None:
+    blocks = (EMBEDDING, layer(2, experts=16), HEAD)
+    of = groups(Group(2), ONE, Group(4))
+    found, _ = memory(*blocks, effect=StrategyCost(shards=shards), of=of, autocast=True)
+    parts = {"parameters": parameters * 4, "workspace": 7 + 62 * 2}
+    assert found == expected(**parts, optimizer=12, activations=200, logits=50)
+
+
 def test_the_update_may_need_more_than_a_backward() -> None:
     found, _ = memory(EMBEDDING, layer(), HEAD, update=Update(state=12.0, workspace=900.0))
     assert found == expected(parameters=120, gradients=60, optimizer=12, workspace=900)
