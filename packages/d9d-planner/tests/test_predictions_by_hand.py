@@ -462,6 +462,8 @@ def test_all_gradients_may_need_more_than_the_activations_before() -> None:
     op = OpCost("x", "product", backward_flops=1, kept=1.0)
     found, _ = memory(EMBEDDING, BlockCost("b", (op,), 8, count=2), head, update=Update())
     assert found == expected(parameters=120, gradients=60)
+    found, _ = memory(EMBEDDING, BlockCost("b", (op,), 8, count=2), head, update=Update(), held=2)
+    assert found == expected(parameters=120, gradients=60, activations=2, logits=5)
 
 
 def test_the_block_with_the_largest_workspace_counts_and_the_first_keeps_its_input() -> None:

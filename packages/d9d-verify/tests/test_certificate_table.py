@@ -67,6 +67,45 @@ def test_a_difference_fails_the_command(monkeypatch: pytest.MonkeyPatch, options
     assert CliRunner().invoke(command.app, ["m", *options]).exit_code == 0
 
 
+def test_a_certificate_has_the_layouts_of_the_manual() -> None:
+    one, ring = {"name": "1f1b"}, {"name": "context_parallel", "method": "ring"}
+    assert [(one.name, one.mesh, one.parallel, one.pipeline) for one in run.LAYOUTS] == [
+        ("replicate 2", {"dp_replicate": 2}, ("replicate",), None),
+        ("fsdp 2", {"dp_shard": 2}, ("fsdp",), None),
+        ("hsdp 2 x 2", {"dp_replicate": 2, "dp_shard": 2}, ("hsdp",), None),
+        ("pp 2", {"pp": 2}, (), one),
+        ("tp 2", {"tp": 2}, ("tensor_parallel",), None),
+        ("cp 2", {"cp": 2}, (ring,), None),
+        ("ep 2", {"dp_shard": 2, "ep": 2}, ("fsdp", "expert_parallel"), None),
+        ("tp 2 x pp 2", {"tp": 2, "pp": 2}, ("tensor_parallel",), one),
+        ("checkpointing", {}, ("activation_checkpointing",), None),
+        ("compile", {}, ("compile",), None),
+    ]
+    assert (run._STEPS, run._WORDS, run._LORA_RANKS) == (2, 128, (4, 1))
+
+
+@pytest.mark.parametrize("example", [False, True])
+def test_a_type_of_models_is_tried_by_its_example_or_its_defaults(
+    example: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(text: str) -> Any:
+        return SimpleNamespace(model_dump=lambda mode: {"made": text, "mode": mode})
+
+    form = SimpleNamespace(config_from_json=lambda fields: config(f"from {fields}"))
+    if example:
+        form.example = lambda kind: config(f"example of {kind}")
+    spec = SimpleNamespace(hugging_face=SimpleNamespace(load=lambda: lambda: form), key="known")
+    registry: Any = SimpleNamespace(
+        entries=lambda kind: [SimpleNamespace(spec=spec)], find=lambda *given: SimpleNamespace(spec=spec)
+    )
+    monkeypatch.setattr(run, "ModelSpec", SimpleNamespace)
+    monkeypatch.setattr(
+        run, "model_for_type", lambda fields, _registry: {"llama": ("known", None)}[fields["model_type"]]
+    )
+    made = "example of llama" if example else "from {'model_type': 'llama'}"
+    assert run._model("llama", registry) == {"made": made, "mode": "json"}
+
+
 RING, ULYSSES = ({"name": "context_parallel", "method": method} for method in ("ring", "ulysses"))
 
 
