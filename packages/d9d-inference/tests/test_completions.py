@@ -340,7 +340,8 @@ def test_a_conversation_grows_with_each_line_and_reply(monkeypatch: pytest.Monke
         def check_length(self, *given: object) -> None:
             checked.append(given)
 
-        def stream(self, _ids: object, _decoding: object) -> list[int]:
+        def stream(self, ids: list[int], decoding: Decoding) -> list[int]:
+            assert (ids, decoding.max_new_tokens) == ([1, 2], 5)
             return [3]
 
         def text(self, _ids: object) -> str:

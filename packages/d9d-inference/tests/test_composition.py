@@ -18,6 +18,7 @@ from d9d_core.metric import Table
 from d9d_core.registry.registry import Registry
 from d9d_engine.job import Job
 from d9d_inference import compose
+from d9d_inference import job as job_module
 from d9d_inference import position_parts as positions_module
 from d9d_inference.commands import infer, model_files
 from d9d_inference.evaluation import compose as evaluation
@@ -25,6 +26,7 @@ from d9d_inference.evaluation import library
 from d9d_inference.evaluation.compose import Options, evaluate
 from d9d_inference.evaluation.result import Report
 from d9d_inference.forwards import ManyForwards, OneForward
+from d9d_inference.generation import tokenizer_files
 from d9d_inference.job import InferenceJob
 from d9d_inference.position_parts import PositionParts
 from torch import nn
@@ -187,6 +189,27 @@ def test_outputs_of_modules_are_read_only_where_ranks_have_them_whole(
     with pytest.raises(BuildError if fails else KeyError, match="'embed' reads outputs" if fails else "planned"):
         compose.build_inference(root)
     assert emitted == [ev.JobConfigured] + [ev.ModelPlanned] * (not fails)
+    Reads.columns = {"x": "number"}
+    with pytest.raises(JobError, match="must begin with 'row'"):
+        compose.build_inference(root)
+
+
+def test_weights_of_a_checkpoint_are_recognised_by_its_location(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "is_checkpoint", lambda location: location == "run")
+    monkeypatch.setattr(
+        compose, "CheckpointTensors", lambda *given: nullcontext(SimpleNamespace(location="s3://" + "/".join(given)))
+    )
+    assert compose.weights_identity("run") == "s3://run/model/"
+
+
+def test_files_of_tokenizers_are_looked_for_beside_the_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def of(location: str) -> Any:
+        return SimpleNamespace(of_the_model=lambda: (Path(location), Path(location) / "none"))
+
+    monkeypatch.setattr(tokenizer_files, "Place", SimpleNamespace(of=of))
+    assert tokenizer_files._directories(inference_job(model=Model(pretrained=str(tmp_path)))) == [tmp_path]
+    assert tokenizer_files._directories(inference_job(model=Model())) == []
+    assert tokenizer_files._directories(inference_job(model=object())) == []
 
 
 @pytest.mark.parametrize(("owning", "main", "split"), [(False, True, False), (True, False, True)])
@@ -734,6 +757,19 @@ def test_a_checkpoint_is_exported_with_the_tokenizer_of_its_run(
     monkeypatch.setattr(model_files, "convert_state", fails)
     with pytest.raises(CheckpointError, match="^checkpoint cannot be exported: no tensors$"):
         model_files._export("checkpoint", tmp_path / "target", registry, print)
+
+
+def test_an_inference_job_is_checked_with_its_forward_only_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    resolution = SimpleNamespace(selection="selection")
+    pipeline = SimpleNamespace(forward_program=lambda *given: asked.append(given))
+    (base,) = InferenceJob.__bases__[:1]
+    monkeypatch.setattr(base, "check", lambda _job, world_size: asked.append(world_size) or resolution)
+    monkeypatch.setattr(job_module, "plan_pipeline", lambda *given: asked.append(given) or pipeline)
+    monkeypatch.setattr(InferenceJob, "microbatches", 7)
+    job: Any = InferenceJob.model_construct()
+    assert job.check(3) is resolution
+    assert asked == [3, (job, "selection"), (0, 7)]
 
 
 def test_an_inference_job_is_built_from_its_root(monkeypatch: pytest.MonkeyPatch) -> None:
