@@ -28,7 +28,7 @@ from d9d_core.model import Stage
 from d9d_core.plugin import ModelSpec, hookimpl
 from d9d_core.registry.registry import Registry
 from d9d_testing.suites.dataset import DatasetSuite
-from d9d_verify.certify import run
+from d9d_verify.certify import features, forks, run
 from d9d_verify.certify.certificate import Cell, Certificate, fingerprint, installed_versions
 from d9d_verify.certify.features import export, packing, parity
 from d9d_verify.certify.forks import ended, forking_launch
@@ -98,6 +98,37 @@ def test_a_document_that_depends_on_its_neighbour_or_its_place_is_found(
     assert cell.detail.startswith(text)
 
 
+@pytest.mark.parametrize(
+    ("changed", "alone", "expected"),
+    [
+        (1.0, 2.0, Cell("packed", "differs", "a document changes its neighbour's logits by 5.0e-01")),
+        (2.0, 4.0, Cell("packed", "differs", "alone and packed: 1.0e+00")),
+        (2.0, 2.0, Cell("packed", "exact", "alone and packed: 0.0e+00")),
+    ],
+)
+def test_deviations_of_packed_documents_are_relative_to_their_largest_logit(
+    changed: float, alone: float, expected: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs: list[dict[str, Tensor]] = []
+    outputs = iter([2.0, changed, alone])
+
+    def logits(_model: nn.Module, **given: Tensor) -> Tensor:
+        inputs.append(given)
+        return torch.full((*given["tokens"].shape, 3), next(outputs))
+
+    monkeypatch.setattr(features, "_logits", logits)
+    with torch.device("meta"):
+        stage = Tokens(own)
+    assert packing(stage) == expected
+    packed, other, single = inputs
+    assert packed["documents"].tolist() == other["documents"].tolist() == [[0] * 7 + [1] * 9]
+    assert packed["positions"].tolist() == other["positions"].tolist() == [[*range(7), *range(9)]]
+    assert torch.equal(packed["tokens"][:, 7:], other["tokens"][:, 7:])
+    assert not torch.equal(packed["tokens"][:, :7], other["tokens"][:, :7])
+    assert torch.equal(single["tokens"], packed["tokens"][:, 7:])
+    assert single.keys() == {"tokens"}
+
+
 def test_a_model_that_mixes_documents_by_design_is_refused_for_packed_data() -> None:
     with torch.device("meta"):
         stage: Any = Tokens(all_earlier)
@@ -124,9 +155,19 @@ def test_numbers_are_compared_with_the_ones_of_transformers() -> None:
     more = cell(num_layers=config.num_layers + 1)
     assert more.standing == "differs"
     assert "export and transformers model have different tensors: model.layers." in more.detail
+    assert more.detail.count(", ") == 2  # at most three names
     none: Any = SimpleNamespace(hugging_face=None)
     with torch.device("meta"):
-        assert parity(Tokens(own), none, None).standing == "not applicable"
+        cell_of_none = parity(Tokens(own), none, None)
+    assert cell_of_none == Cell("transformers", "not applicable", "the model has no Hugging Face format")
+
+
+def test_without_transformers_numbers_are_compared_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features.importlib.util, "find_spec", lambda _name: None)
+    spec: Any = SimpleNamespace(hugging_face="format")
+    with torch.device("meta"):
+        cell = parity(Tokens(own), spec, None)
+    assert cell == Cell("transformers", "not applicable", "transformers is not installed; d9d-transformers brings it")
 
 
 def test_gradients_are_compared_too() -> None:
@@ -188,6 +229,38 @@ def test_forked_ranks_that_give_no_reason_are_told_by_their_status(
     assert forking_launch(30.0)(tmp_path, 1) == "exit status 3"
 
 
+def test_a_forked_rank_writes_into_its_own_file_and_computes_with_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redirected: list[tuple[int, int]] = []
+    ran: list[Any] = []
+    monkeypatch.setattr(forks.os, "dup2", lambda *given: redirected.append(given))
+    monkeypatch.setattr("d9d_verify.worker.main", ran.append)
+    monkeypatch.setattr(torch, "set_num_threads", ran.append)
+    monkeypatch.setenv("RANK", "0")
+    forks._run(tmp_path, {"RANK": "3"})
+    ((output, _), _) = redirected
+    os.write(output, b"text")
+    os.close(output)
+    assert redirected == [(output, 1), (output, 2)]
+    assert (ran, os.environ["RANK"]) == ([1, tmp_path], "3")
+    assert (tmp_path / "output-3.txt").read_text() == "text"
+
+
+def test_the_first_of_several_failures_is_told() -> None:
+    context = multiprocessing.get_context("fork")
+
+    def fails_later() -> None:
+        sleep(0.2)
+        os._exit(4)
+
+    processes = [context.Process(target=os._exit, args=(3,)), context.Process(target=fails_later)]
+    for process in processes:
+        process.start()
+    assert ended(processes, 10.0) == "exit status 3"
+    assert [process.exitcode for process in processes] == [3, 4]
+
+
 def test_a_rank_that_does_not_end_is_stopped() -> None:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=sleep, args=(seconds,)) for seconds in (0.0, 60.0)]
@@ -229,6 +302,54 @@ def test_weights_and_config_go_to_files_and_back() -> None:
     assert export(stage, forgetful, config) == Cell("export", "differs", "the config")
     none: Any = SimpleNamespace(hugging_face=None)
     assert export(stage, none, config).standing == "not applicable"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reads", "expected"),
+    [
+        ({}, "config", Cell("export", "exact", "1 tensors bit for bit")),
+        ({"table.weight": torch.zeros(8, 4)}, "config", Cell("export", "differs", "weights")),
+        ({"more": torch.zeros(1)}, "config", Cell("export", "differs", "weights")),
+        ({"more": torch.zeros(1)}, "another", Cell("export", "differs", "weights")),
+        ({}, "another", Cell("export", "differs", "the config")),
+    ],
+)
+def test_weights_that_an_import_changes_are_found(
+    changes: dict[str, Tensor], reads: str, expected: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = SimpleNamespace(
+        config_json=lambda config, dtype: {"config": config, "dtype": dtype},
+        config_from_json=lambda values: reads if values == {"config": "config", "dtype": "float32"} else None,
+        importer=lambda *given: ("import", *given),
+        exporter=lambda *given: ("export", *given),
+    )
+    graphs: list[Any] = []
+
+    def map_tensors(graph: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        graphs.append(graph)
+        return tensors if graph[0] == "export" else tensors | changes
+
+    monkeypatch.setattr(features, "map_tensors", map_tensors)
+    spec: Any = SimpleNamespace(hugging_face=SimpleNamespace(load=lambda: lambda: form))
+    with torch.device("meta"):
+        stage = Tokens(own)
+    assert export(stage, spec, "config") == expected
+    assert graphs == [("export", "config"), ("import", "config", reads)]
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_experts_are_laid_out_if_a_model_has_any(experts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("parity", "packing", "export"):
+        monkeypatch.setattr(run, name, lambda *_, name=name: Cell(name, "exact", ""))
+    monkeypatch.setattr(run, "has_trait", lambda *_: experts)
+    monkeypatch.setattr(
+        run, "_in_layouts", lambda _job, layouts, *_: [Cell(layout.name, "exact", "") for layout in layouts]
+    )
+    layouts = [layout for layout in run.LAYOUTS if layout.name in ("tp 2", "ep 2")]
+    found = certify("qwen3", REGISTRY, print, layouts, lora=False)
+    own = ["tp 2", "ep 2"]
+    assert [cell.name for cell in found.cells] == ["parity", "packing", *own, "export"]
+    assert [cell.standing for cell in found.cells if cell.name == "ep 2"] == ["exact" if experts else "not applicable"]
 
 
 def test_a_certificate_has_a_cell_for_each_layout_and_feature(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,14 @@ def test_outputs_of_named_modules_are_added_to_those_of_the_model() -> None:
     assert module_names([model, nn.Sequential(nn.Identity())]) == ["0", "1", "2"]
 
 
+def test_stages_of_several_ranks_without_named_modules_only_run() -> None:
+    captures = Captures([], {0: nn.Identity()}, pipeline(2, 2), topology())
+    found: list[Any] = []
+    pack: Any = [{"x": torch.ones(1)}, {"x": torch.zeros(1)}]
+    captures.run(cast("Any", Runs(nn.Identity())), pack, lambda outputs, one: found.append((outputs["out"], one)))
+    assert [(one is microbatch["x"], microbatch) for one, microbatch in found] == [(True, one) for one in pack]
+
+
 @pytest.mark.parametrize(("names", "times"), [(["1"], 2), (["0"], 1)])
 def test_a_module_that_does_not_run_once_cannot_be_read(names: list[str], times: int) -> None:
     class Skips(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -163,6 +164,28 @@ def test_a_model_is_found_in_its_directory_and_in_that_of_its_run(tmp_path: Path
     (model / "config.json").write_text("{ }")
     with found_model(str(model), NO_REGISTRY, print) as found:
         assert found.origin != origins[0]
+
+
+def test_a_checkpoint_is_exported_for_as_long_as_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    location = f"newest of {tmp_path}"
+    tensors = nullcontext(SimpleNamespace(location=location))
+    monkeypatch.setattr(model_files, "is_checkpoint", lambda given: given == str(tmp_path))
+    monkeypatch.setattr(model_files, "CheckpointTensors", {str(tmp_path): tensors}.__getitem__)
+    monkeypatch.setattr(model_files, "_export", lambda *given: asked.append(given))
+    note = asked.append
+    with found_model(str(tmp_path), NO_REGISTRY, note) as found:
+        assert found.directory.parent.is_dir()
+    assert (found.adapter, found.origin) == (None, location)
+    told = f"exporting {location} to a temporary directory"
+    assert asked == [told, (location, found.directory, NO_REGISTRY, note)]
+    assert not found.directory.parent.exists()
+
+
+def test_an_adapter_that_cannot_be_read_needs_a_base(tmp_path: Path) -> None:
+    said = r"adapter_config.json cannot be read: No such file or directory; name the base model with --base MODEL$"
+    with pytest.raises(CheckpointError, match=said):
+        model_files._base_of(tmp_path)
 
 
 def test_an_adapter_is_found_with_the_base_that_it_or_the_user_names(tmp_path: Path) -> None:

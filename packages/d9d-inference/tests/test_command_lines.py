@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,10 +17,12 @@ import torch
 from d9d_core.errors import JobError
 from d9d_core.job_file.job import Mesh
 from d9d_engine.distributed import devices
+from d9d_engine.run.interrupt import STOPPED, Interrupts, Terminated
 from d9d_inference.commands import evaluate, generate, infer, model_files
 from d9d_inference.evaluation import compose
 from d9d_inference.evaluation.paired import Difference
 from d9d_inference.evaluation.result import Evaluated, Report
+from d9d_inference.evaluation.subject import Request
 from d9d_inference.generation import chat, file_job, language_model, library
 from d9d_inference.generation.prompts import Prompt
 from typer.testing import CliRunner
@@ -186,12 +189,16 @@ def invoked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoked:
             def __exit__(self, *_: object) -> None:
                 happened.append("ended")
 
+        def running(env: Any, environ: object, interrupts: object) -> Running:
+            assert (env.launcher, environ is os.environ, type(interrupts)) == (None, True, Interrupts)
+            return Running()
+
         monkeypatch.setattr(
             module, "process_of_launcher", lambda _environ, alone: SimpleNamespace(launcher=launcher, alone=alone)
         )
         monkeypatch.setattr(module, "for_processes", processes)
         monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(module, "running", lambda *_: Running())
+        monkeypatch.setattr(module, "running", running)
         if module is infer:
             monkeypatch.setattr(infer, "output_is_incidental", lambda: happened.append("incidental"))
             monkeypatch.setattr(infer, "load_job", lambda *given: happened.append(given[2:]))
@@ -235,6 +242,49 @@ def test_evaluate_runs_here_or_in_processes_of_its_own(invoked: Invoked, tmp_pat
     assert invoked(evaluate, "--nproc", "auto")[0][1] == (job, None, None)
     _, result = invoked(evaluate, "--nproc", "2", launcher="torchrun")
     assert "torchrun has started this process" in str(result.exception)
+
+
+def test_a_model_and_its_other_are_found_with_the_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def find(target: str, request: Request, registry: str) -> Any:
+        asked.append((target, request, registry))
+        return SimpleNamespace(job=f"job of {target}")
+
+    def measured(process: object, _interrupts: object, load: Any, limit: int) -> None:
+        asked.append((process, load(5), limit))
+
+    for name, value in {
+        "find_subject": find, "same_data": lambda other, first: (other.job, first.job), "_evaluate": measured,
+        "policy_of": lambda *given: ("policy", *given), "discover_plugins": lambda *given: ("plugins", *given),
+        "process_of_launcher": lambda *_: SimpleNamespace(launcher=None), "running": lambda *_: nullcontext("process"),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(evaluate, name, value)
+    options = [
+        "m", "--data", "a", "--data", "b", "--like", "j", "--checkpoint", "best", "--set", "x=1", "--plugin", "p",
+        "--strict-plugins", "--limit", "3", "--compare", "other",
+    ]  # fmt: skip
+    assert CliRunner().invoke(evaluate.app, options, catch_exceptions=False).exit_code == 0
+    policy: Any = ("policy", [Path("p")], False, True)
+    plugins = ("plugins", [Path("p")], False, True)
+    first, second, (process, (found, other), limit) = asked
+    assert first == ("m", Request([Path("a"), Path("b")], Path("j"), "best", ["x=1"], policy, 5), plugins)
+    like: Any = "job of m"
+    assert second == ("other", Request(like=like, policy=policy, world_size=5), plugins)
+    assert (process, found.job, other, limit) == ("process", "job of m", ("job of other", "job of m"), 3)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [(infer, "stopped during start-up; nothing was computed"), (evaluate, "stopped; nothing was measured")],
+)
+def test_a_command_that_is_stopped_says_so(module: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise Terminated("SIGTERM")
+
+    monkeypatch.setattr(module, "process_of_launcher", stopped)
+    result = CliRunner().invoke(module.app, ["job.yaml"])
+    assert (result.exit_code, result.stdout, result.stderr) == (STOPPED, "", f"SIGTERM: {said}\n")
 
 
 @pytest.mark.parametrize(

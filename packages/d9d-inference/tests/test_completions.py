@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ import pytest
 import torch
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError
 from d9d_inference.generation import chat as chat_module
+from d9d_inference.generation import language_model as language_model_module
 from d9d_inference.generation.chat import chat
 from d9d_inference.generation.file_job import FileJob
 from d9d_inference.generation.language_model import (
@@ -82,6 +84,18 @@ def test_an_interrupted_file_of_completions_goes_on_and_has_the_same_lines(tmp_p
     assert first == {"prompt": "x", "completion": f"é[1, {model.calls[0][1] % 1000}]", "tokens": 2, "finish": "stop"}
     assert "é" in (whole / "out.jsonl").read_text("utf-8")
     assert json.loads((whole / "out.jsonl").read_text("utf-8").splitlines()[1])["finish"] == "length"
+
+
+def test_finished_batches_are_in_the_file_before_the_next_begins(tmp_path: Path) -> None:
+    lines: list[int] = []
+
+    class Looks(Model):
+        def complete(self, *given: Any) -> list[list[int]]:
+            lines.append((tmp_path / "out.jsonl.partial").read_bytes().count(b"\n"))
+            return super().complete(*given)
+
+    complete(file_job(tmp_path), Looks())
+    assert lines == [0, 2, 4]
 
 
 def test_the_rest_of_another_command_is_neither_continued_nor_overwritten_unasked(tmp_path: Path) -> None:
@@ -171,6 +185,54 @@ def test_prompts_are_padded_on_the_left_and_completions_cut_after_their_end() ->
     assert config.return_dict_in_generate is False
     assert model._model.generation_config.max_length == 20
     assert (model.ends([8, 2]), model.ends([8, 9]), model.ends([])) == (True, False, False)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_steps_on_a_device_are_replayed_with_a_cache_of_final_size(
+    wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = language_model(torch.tensor([[5, 8]]))
+    model.device, inner = torch.device("meta"), model._model
+    if wrapped:
+        inner = SimpleNamespace()
+        model._model.get_base_model = lambda: inner
+    replayed: list[Any] = []
+
+    def suits(of: object, settings: Any, new: int) -> bool:
+        assert (of is inner, hasattr(settings, "cache_implementation")) == (True, False)
+        return new == 3
+
+    monkeypatch.setattr(language_model_module, "suits", suits)
+    monkeypatch.setattr(language_model_module, "replayed_steps", lambda of: replayed.append(of) or nullcontext())
+    model.complete([[5]], Decoding(3), 0)
+    config = seen["generation_config"]
+    assert (config.cache_implementation, config.disable_compile, replayed) == ("static", True, [inner])
+    assert (seen["input_ids"].device, seen["attention_mask"].device) == (model.device, model.device)
+    model.complete([[5]], Decoding(2), 0)
+    assert not hasattr(seen["generation_config"], "disable_compile")
+    assert len(replayed) == 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_streamed_completion_controls_no_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Any] = []
+
+    class Streamer:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self.given = given, options
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            printed.append((text, stream_end))
+
+    model, seen = language_model(torch.tensor([[5, 6, 8, 2, 2]]))
+    model._library = SimpleNamespace(TextStreamer=Streamer)
+    assert model.stream([5, 6], Decoding(3, seed=9)) == [8, 2]
+    assert torch.initial_seed() == 9
+    assert seen["streamer"].given == ((model.tokenizer,), {"skip_prompt": True, "skip_special_tokens": True})
+    monkeypatch.setattr(language_model_module.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
+    seen["streamer"].on_finalized_text("a\x1b[2J")
+    seen["streamer"].on_finalized_text("b", True)
+    assert printed == [(r"a\x1b[2J" if terminal else "a\x1b[2J", False), ("b", True)]
 
 
 def test_more_completions_than_prompts_are_an_error() -> None:
@@ -278,7 +340,8 @@ def test_a_conversation_grows_with_each_line_and_reply(monkeypatch: pytest.Monke
         def check_length(self, *given: object) -> None:
             checked.append(given)
 
-        def stream(self, _ids: object, _decoding: object) -> list[int]:
+        def stream(self, ids: list[int], decoding: Decoding) -> list[int]:
+            assert (ids, decoding.max_new_tokens) == ([1, 2], 5)
             return [3]
 
         def text(self, _ids: object) -> str:

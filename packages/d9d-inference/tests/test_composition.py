@@ -18,6 +18,7 @@ from d9d_core.metric import Table
 from d9d_core.registry.registry import Registry
 from d9d_engine.job import Job
 from d9d_inference import compose
+from d9d_inference import job as job_module
 from d9d_inference import position_parts as positions_module
 from d9d_inference.commands import infer, model_files
 from d9d_inference.evaluation import compose as evaluation
@@ -25,6 +26,7 @@ from d9d_inference.evaluation import library
 from d9d_inference.evaluation.compose import Options, evaluate
 from d9d_inference.evaluation.result import Report
 from d9d_inference.forwards import ManyForwards, OneForward
+from d9d_inference.generation import tokenizer_files
 from d9d_inference.job import InferenceJob
 from d9d_inference.position_parts import PositionParts
 from torch import nn
@@ -155,6 +157,144 @@ def test_positions_are_split_only_for_tasks_that_join_them() -> None:
         assert compose._parts(inference_job(), task, alone) is None
         with pytest.raises(BuildError, match="mesh.cp: inference task 'embed' needs full samples"):
             compose._parts(inference_job(), task, split)
+
+
+@pytest.mark.parametrize(
+    ("reads", "ranks", "fails"), [(True, (1, 2), True), (True, (1, 1), False), (False, (2,), False)]
+)
+def test_outputs_of_modules_are_read_only_where_ranks_have_them_whole(
+    reads: bool, ranks: tuple[int, ...], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reads:
+        columns = {"row": "number"}
+
+    class Plain(Reads): ...
+
+    monkeypatch.setattr(compose, "ReadsModules", Reads if reads else Joins)
+    monkeypatch.setattr(compose, "instantiate", lambda _chosen, _config: Plain())
+    applied = [("strategy", SimpleNamespace(sequence_ranks=count)) for count in ranks]
+    monkeypatch.setattr(compose, "assemble_forward", lambda _root: SimpleNamespace(applied=applied, peft=None))
+    emitted: list[Any] = []
+    monkeypatch.setattr(compose, "Events", lambda _several: SimpleNamespace(emit=emit))
+
+    def emit(event: object) -> None:
+        emitted.append(type(event))
+        if isinstance(event, ev.ModelPlanned):
+            raise KeyError("planned")
+
+    selection = SimpleNamespace(subscribers=[], task="task", writer="writer")
+    root: Any = SimpleNamespace(
+        job=inference_job(writer="jsonl"), selection=selection, note=print, topology=SimpleNamespace(sizes={"cp": 1})
+    )
+    with pytest.raises(BuildError if fails else KeyError, match="'embed' reads outputs" if fails else "planned"):
+        compose.build_inference(root)
+    assert emitted == [ev.JobConfigured] + [ev.ModelPlanned] * (not fails)
+    Reads.columns = {"x": "number"}
+    with pytest.raises(JobError, match="must begin with 'row'"):
+        compose.build_inference(root)
+
+
+def test_weights_of_a_checkpoint_are_recognised_by_its_location(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "is_checkpoint", lambda location: location == "run")
+    monkeypatch.setattr(
+        compose, "CheckpointTensors", lambda *given: nullcontext(SimpleNamespace(location="s3://" + "/".join(given)))
+    )
+    assert compose.weights_identity("run") == "s3://run/model/"
+
+
+def test_files_of_tokenizers_are_looked_for_beside_the_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def of(location: str) -> Any:
+        return SimpleNamespace(of_the_model=lambda: (Path(location), Path(location) / "none"))
+
+    monkeypatch.setattr(tokenizer_files, "Place", SimpleNamespace(of=of))
+    assert tokenizer_files._directories(inference_job(model=Model(pretrained=str(tmp_path)))) == [tmp_path]
+    assert tokenizer_files._directories(inference_job(model=Model())) == []
+    assert tokenizer_files._directories(inference_job(model=object())) == []
+
+
+@pytest.mark.parametrize(("owning", "main", "split"), [(False, True, False), (True, False, True)])
+@pytest.mark.parametrize("kind", ["plain", "texts", "modules", "writes"])
+def test_an_inference_run_is_composed_of_its_parts_in_order(
+    kind: str, owning: bool, main: bool, split: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    did: list[Any] = []
+
+    class OfKind:
+        columns, inputs, text_inputs = {"row": "number"}, "outputs", "texts"
+
+        def check(self, *given: object) -> None:
+            did.append(("checked", *given))
+
+        def modules(self, names: Any) -> list[str]:
+            return [f"{name} read" for name in names]
+
+        def use_text_of(self, decode: Any) -> None:
+            did.append(("decodes", decode))
+
+    protocols = {"texts": "ReadsTexts", "modules": "ReadsModules", "writes": "WritesText"}
+    for name, protocol in protocols.items():
+        monkeypatch.setattr(compose, protocol, OfKind if name == kind else Joins)
+    task, stream = OfKind(), SimpleNamespace(facts={"rows": 12_345, "samples": 9})
+    parts = SimpleNamespace(split="split") if split else None
+    model = nn.Linear(300, 100, bias=False)
+    assembly = SimpleNamespace(
+        applied=[], peft=None, all_stages="stages", full_model=model, stage_holders=lambda of: ("holders", of),
+        pipeline=SimpleNamespace(least_microbatches=lambda count: count + 1),
+    )  # fmt: skip
+    topology = SimpleNamespace(
+        sizes={"cp": 1}, is_main=main, world="world", device="cpu", watchdog=SimpleNamespace(waiting_for="waiting")
+    )
+    job = inference_job(
+        writer="jsonl", run=SimpleNamespace(directory=tmp_path), batch=SimpleNamespace(prefetch=3), microbatches=4,
+        limit=1234, too_long="error",
+    )  # fmt: skip
+    stream.facts["samples"] = 2345
+    store = SimpleNamespace(own=lambda: did.append("owned"))
+    for name, value in {
+        "instantiate": lambda chosen, _config: task if chosen == "task" else "a writer",
+        "assemble_forward": lambda _root: assembly,
+        "_parts": lambda *given: parts if given == (job, task, topology) else None,
+        "module_names": lambda stages: [stages],
+        "PartStore": lambda *given: did.append(given) or store,
+        "on_main": lambda run, world: did.append(world) or run(),
+        "tokenizer_of": lambda *given: SimpleNamespace(decode=given),
+        "build_forward": lambda *given: SimpleNamespace(model="model", given=given),
+        "_forwards": lambda *given: given,
+        "DevicePrefetcher": lambda *given, **more: (*given, more),
+        "_record": lambda *given: {"record": given},
+        "Interrupts": lambda: "no interrupts",
+        "Inference": lambda **given: given,
+        "_subscribers": lambda _selection: ["of the job"],
+        "Events": lambda several: SimpleNamespace(emit=did.append, of=several),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(compose, name, value)
+    notes: list[str] = []
+    root: Any = SimpleNamespace(
+        job=job, selection=SimpleNamespace(task="task", writer="writer"), topology=topology, note=notes.append,
+        open_data=lambda **given: did.append(given) or (stream, "2 s"),
+    )  # fmt: skip
+    given: Any = compose.build_inference(root, ["observer"], None, owning)  # type: ignore[list-item]
+    events = [one for one in did if type(one).__module__ == ev.__name__]
+    assert [type(one) for one in events] == [ev.JobConfigured, ev.ModelPlanned, ev.DataReady, ev.ModelReady]
+    assert events[3] == ev.ModelReady("model", ("holders", topology))  # type: ignore[arg-type]
+    assert [one for one in did if one not in events] == [
+        (tmp_path, "a writer"), *(["world", "owned"] if owning else []),
+        {"one_pass": True, "inputs": "texts" if kind == "texts" else "own"}, ("checked", job.model, stream.facts),
+        *([("decodes", (job, stream, "task 'embed'"))] if kind == "writes" else []),
+    ]  # fmt: skip
+    assert notes == ["data: 1,234 samples, 12,345 rows (2 s)", "model: 30,000 parameters on cpu"]
+    bus = given.pop("events")
+    assert bus.of == ["of the job", "observer"]
+    forward = given["forwards"][2]
+    assert forward.given == (root, assembly, "outputs")
+    reads = ["stages read"] if kind == "modules" else ()
+    assert given == {
+        "job": job, "topology": topology, "task": task, "forwards": (job, task, forward, reads, stream, topology),
+        "model": "model", "least": 5, "samples": 1234, "facts": stream.facts, "store": store,
+        "prefetcher": (stream, "cpu", 3, {"waiting_for": "waiting", "split": "split" if split else None}),
+        "record": {"record": (job, task, stream)} if main else {}, "interrupts": "no interrupts",
+        "note": root.note, "parts": parts,
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("tasks")
@@ -617,6 +757,19 @@ def test_a_checkpoint_is_exported_with_the_tokenizer_of_its_run(
     monkeypatch.setattr(model_files, "convert_state", fails)
     with pytest.raises(CheckpointError, match="^checkpoint cannot be exported: no tensors$"):
         model_files._export("checkpoint", tmp_path / "target", registry, print)
+
+
+def test_an_inference_job_is_checked_with_its_forward_only_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    resolution = SimpleNamespace(selection="selection")
+    pipeline = SimpleNamespace(forward_program=lambda *given: asked.append(given))
+    (base,) = InferenceJob.__bases__[:1]
+    monkeypatch.setattr(base, "check", lambda _job, world_size: asked.append(world_size) or resolution)
+    monkeypatch.setattr(job_module, "plan_pipeline", lambda *given: asked.append(given) or pipeline)
+    monkeypatch.setattr(InferenceJob, "microbatches", 7)
+    job: Any = InferenceJob.model_construct()
+    assert job.check(3) is resolution
+    assert asked == [3, (job, "selection"), (0, 7)]
 
 
 def test_an_inference_job_is_built_from_its_root(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,8 @@ def suitable(**changed: Any) -> bool:
 
 def test_a_model_of_attention_on_a_gpu_suits() -> None:
     assert suitable()
-    assert suitable(layer_types=None, use_cache=True, num_beams=1)
+    assert suitable(layer_types=None, use_cache=True, num_beams=1, num_return_sequences=1)
+    assert suitable(new=5)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,7 @@ def test_a_model_of_attention_on_a_gpu_suits() -> None:
         {"layer_types": ["linear_attention"]},
         {"num_experts": 4},
         {"num_beams": 2},
+        {"num_return_sequences": 2},
         {"use_cache": False},
         {"cache_implementation": "dynamic"},
     ],
@@ -100,6 +103,42 @@ def test_steps_with_one_shape_and_cache_are_captured_once_and_read_the_new_input
         step(1, other, width=2)
     assert recorder.captures == 3
     assert all(flag for _, flag in seen)
+
+
+def test_calls_that_are_no_decoding_steps_run_as_they_are() -> None:
+    seen: list[Any] = []
+    steps = decode_graph.StepReplays(lambda *args, **given: seen.append((args, given)) or "found", Recorder())
+    ids = torch.ones(1, 1)
+    for _ in range(4):
+        assert steps(ids, flag=True) == steps(flag=True) == steps(input_ids=None) == "found"
+    assert seen == [((ids,), {"flag": True}), ((), {"flag": True}), ((), {"input_ids": None})] * 4
+
+
+def test_a_captured_call_is_replayed_and_has_the_outputs_of_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[Any] = []
+
+    @contextmanager
+    def recording(graph: Any) -> Iterator[None]:
+        did.append("begin")
+        yield
+        did.append(graph)
+
+    graph = SimpleNamespace(replay=lambda: did.append("replay"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    replay = decode_graph.captured(lambda: did.append("run") or "outputs")
+    assert did == ["begin", "run", graph]
+    assert [replay(), replay()] == ["outputs"] * 2
+    assert did[3:] == ["replay"] * 2
+
+
+def test_a_forward_of_its_own_is_put_back() -> None:
+    def own() -> None: ...
+
+    model = SimpleNamespace(forward=own)
+    with decode_graph.replayed_steps(model, Recorder()):
+        assert isinstance(model.forward, decode_graph.StepReplays)
+    assert model.forward is own
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from d9d_core.errors import BuildError, NonFiniteError
+from d9d_core.grid import AXES
 from d9d_core.inference import Continuation
 from d9d_engine.distributed.mesh import Topology
 from d9d_inference.generation.decoder import Decoder, Sequences, padded_prompts
 from torch import Tensor
+from torch import distributed as dist
 
 VOCABULARY = 200
 
@@ -72,6 +75,12 @@ def test_the_width_of_forwards_grows_in_steps_of_64_up_to_what_is_needed() -> No
     assert [shape[0][1] for shape in seen] == [64] * 2 + [128] * 64 + [133] * 4
 
 
+def test_the_width_of_forwards_is_that_of_the_longest_sequence() -> None:
+    seen: list[list[tuple[int, ...]]] = []
+    decoder(successor(seen), 2).continue_all(pack_of([5], list(range(70))))
+    assert seen == [[(2, 72)]] * 2
+
+
 def test_the_width_of_forwards_is_a_multiple_of_what_layouts_need() -> None:
     one = Sequences.of({"tokens": torch.ones(1, 5, dtype=torch.int64), "rows": torch.tensor([3])}, 4, 6)
     assert (one.tokens.shape, one.growth, one.lengths.tolist(), one.longest) == ((1, 12), 192, [5], 5)
@@ -106,6 +115,56 @@ def test_logits_that_are_not_finite_name_the_first_row_of_a_sequence_that_goes_o
     assert len(decoder(forward, 3).continue_all(pack_of([1], [9]))) == 1
     # A sequence that has ended is not looked at.
     decoder(forward, 3, stop=[9], nonfinite="keep").continue_all(pack_of([9]))
+
+
+@pytest.mark.parametrize(("rank", "sent"), [(0, [[6, 2], [8, 8]]), (1, [[-3, -3], [-3, -3]])])
+def test_the_first_of_the_ranks_with_the_same_sequences_chooses_tokens(
+    rank: int, sent: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    told: list[Any] = []
+
+    def all_reduce(tensor: Tensor, operation: object, group: object) -> None:
+        assert operation == dist.ReduceOp.MAX
+        told.append((tensor.tolist(), group))
+        if group == "same":
+            tensor.fill_(7)
+
+    def group_of(*axes: str) -> str:
+        asked.append(axes)
+        return "world" if set(axes) == set(AXES) else "same"
+
+    monkeypatch.setattr("d9d_inference.generation.decoder.dist.all_reduce", all_reduce)
+    topology: Any = SimpleNamespace(
+        coordinate=dict.fromkeys(AXES, 0) | {"tp": rank, "dp_shard": 1, "pp": 1},
+        sizes=dict.fromkeys(AXES, 1) | {"tp": 2, "dp_shard": 2, "pp": 2}, axes_group=group_of,
+    )  # fmt: skip
+    seen: list[list[tuple[int, ...]]] = []
+    made = Decoder(successor(seen), topology, Continuation(2, 0.0, 0), frozenset(), lambda found: found["logits"])
+    (found,) = made.continue_all(pack_of([4, 5], [1]))
+    assert asked[0] == tuple(axis for axis in AXES if axis not in ("dp_replicate", "dp_shard"))
+    assert told == [(sent[0], "same"), ([1.0], "world"), (sent[1], "same"), ([1.0], "world")]
+    assert found.new.tolist() == [[7, 7], [7, 7]]
+
+
+def test_ranks_stop_when_none_has_a_sequence_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([1.0, 0.0])
+    told: list[float] = []
+
+    def all_reduce(active: Tensor, _operation: object, group: object) -> None:
+        told.append(active.item())
+        active.fill_(next(left))
+
+    monkeypatch.setattr("d9d_inference.generation.decoder.dist.all_reduce", all_reduce)
+    topology: Any = SimpleNamespace(
+        coordinate=dict.fromkeys(AXES, 0), sizes=dict.fromkeys(AXES, 1) | {"dp_shard": 2}, axes_group=lambda *_: "world"
+    )
+    seen: list[list[tuple[int, ...]]] = []
+    stop = frozenset({6})
+    Decoder(successor(seen), topology, Continuation(9, 0.0, 0), stop, lambda found: found["logits"]).continue_all(
+        pack_of([5])
+    )
+    assert (told, len(seen)) == ([0.0, 0.0], 2)
 
 
 def test_excluded_tokens_are_finite_enough() -> None:

@@ -10,7 +10,7 @@ from d9d_core.errors import CheckpointError
 from d9d_inference import captures, part_store
 from d9d_inference.commands import evaluate, generate, infer, model_files
 from d9d_inference.config import ParquetWriterConfig
-from d9d_inference.evaluation import subject
+from d9d_inference.evaluation import content, subject
 from d9d_inference.evaluation.compose import Options
 from d9d_inference.generation import decoder
 from d9d_inference.generation import language_model as module
@@ -49,6 +49,7 @@ def test_limits_are_those_of_the_manuals() -> None:
     assert (model_files._SHARD, model_files._THREADS) == (5_000_000_000, 4)
     assert (subject._BATCH, subject._LENGTH) == ({"size": 64, "microbatch": 8}, 2048)
     assert decoder._GROWTH == 64
+    assert content._MOST == 67_108_864
     assert len({decoder._OTHERS, decoder._NOT_FINITE, decoder._NO_LOGITS, *range(3)}) == 6
 
 

@@ -16,7 +16,7 @@ from d9d_core.errors import BuildError, CheckpointError, JobError, NonFiniteErro
 from d9d_core.inference import Columns
 from d9d_inference.compose import weights_identity
 from d9d_inference.config import JsonlWriterConfig, ParquetWriterConfig
-from d9d_inference.part_store import PartStore
+from d9d_inference.part_store import PartStore, Standing
 from d9d_inference.row_thread import KeptPack, RowThread, check_finite, joined_rows
 from d9d_inference.writers.jsonl import JsonlWriter
 from d9d_inference.writers.parquet import ParquetWriter
@@ -103,6 +103,55 @@ def test_results_of_another_job_are_refused_with_the_fields_that_differ(store: P
         store.begin({**RECORD, "job": {"task": {"name": "other"}}})
     with pytest.raises(JobError, match=r"another job\.seed, job\.task; choose another run\.name"):
         store.begin({**RECORD, "job": {"task": None, "seed": 1}})
+
+
+def test_at_most_five_fields_that_differ_are_named(store: PartStore) -> None:
+    store.begin({"job": {}, "columns": {"row": "number"}})
+    with pytest.raises(JobError, match=r"another job\.a, job\.b, job\.c, job\.d, job\.e; choose another run\.name"):
+        store.begin({"job": dict.fromkeys("abcdef", 1), "columns": {"row": "number"}})
+    assert store.begin({"job": {}, "columns": {"row": "another text"}}) == Standing(0, None, None)
+
+
+def test_a_directory_is_owned_until_the_run_ends_also_if_it_is_made_for_it(tmp_path: Path) -> None:
+    made, other = (PartStore(tmp_path / "a" / "b", JsonlWriter(JsonlWriterConfig())) for _ in range(2))
+    for _ in range(2):
+        made.own()
+    with pytest.raises(CheckpointError, match=r"b belongs to a running process"):
+        other.own()
+    with made.opened():
+        assert (tmp_path / "a" / "b" / "parts").is_dir()
+    with other.opened():
+        pass
+
+
+def test_files_of_others_among_the_parts_are_removed(store: PartStore) -> None:
+    store.begin(RECORD)
+    store.write(0, 4, rows_of(0, 4), {})
+    store.advance(4, 8, {"consumed": 4})
+    for name in ("notes.json", "000000000000-000000000009.txt"):
+        (store.directory / "parts" / name).write_text("{}")
+    store.begin(RECORD)
+    assert sorted(path.name for path in (store.directory / "parts").iterdir()) == [
+        "000000000000-000000000004.json", "000000000000-000000000004.jsonl",
+    ]  # fmt: skip
+
+
+def test_an_output_is_joined_again_while_there_are_parts_and_kept_without_them(store: PartStore) -> None:
+    store.begin(RECORD)
+    store.write(0, 4, rows_of(0, 4), {})
+    store.advance(4, 4, {"consumed": 4})
+    store.output.write_text("half of an earlier join")
+    store.finish(4, {"rows": 4})
+    whole = store.output.read_text()
+    assert len(whole.splitlines()) == 4
+    # Killed before the summary was written.
+    (store.directory / "summary.json").unlink()
+    standing = store.begin(RECORD)
+    assert (standing.samples, standing.finished) == (4, False)
+    store.finish(4, {"rows": 5})
+    assert (store.output.read_text(), store.begin(RECORD).summary) == (whole, {"rows": 5})
+    store.output.unlink()
+    assert not store.begin(RECORD).finished
 
 
 def test_an_output_that_nobody_knows_is_refused(store: PartStore) -> None:

@@ -28,6 +28,14 @@ def test_quantiles_are_those_of_tables(probability: float, degrees: int, value: 
     assert quantile(probability, degrees) == pytest.approx(value, rel=2e-3 if degrees < 10 else 2e-5)
 
 
+@pytest.mark.parametrize("degrees", [1, 2, 10])
+def test_quantiles_are_a_series_in_the_inverse_degrees_of_freedom(degrees: int) -> None:
+    # For the normal quantile 2.
+    terms = (2.0, 10 / 4, 294 / 96, 1098 / 384, 169_950 / 92_160)
+    found = quantile(NormalDist().cdf(2.0), degrees)
+    assert found == pytest.approx(sum(term / degrees**power for power, term in enumerate(terms)), rel=1e-9)
+
+
 def test_with_equal_weights_it_is_the_paired_t_interval() -> None:
     generator = np.random.default_rng(0)
     first, other = generator.normal(2, 1, (40, 1)), generator.normal(2, 1, (40, 1))

@@ -19,6 +19,7 @@ from d9d_inference.compose import check_columns, check_data, weights_identity
 from d9d_inference.part_store import Standing
 from d9d_inference.runner import Inference, InferenceOutcome, total
 from torch import Tensor, nn
+from torch import distributed as dist
 
 
 class Store:
@@ -256,6 +257,24 @@ def test_samples_beyond_the_wanted_number_become_fillers(
     assert case.inference._wanted(torch.tensor(rows), place).tolist() == wanted
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_ranks_stop_together_and_wait_for_each_other(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def all_reduce(flag: Tensor, operation: object, group: object) -> None:
+        calls.append((flag.tolist(), operation, group))
+        flag.fill_(asked)
+
+    case = Case(monkeypatch)
+    case.inference.topology.world = cast("Any", "world")
+    monkeypatch.setattr(module, "on_main", lambda run, world: run() if world == "world" else None)
+    monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(module.dist, "barrier", calls.append)
+    assert case.inference.run().status == ("stopped" if asked else "finished")
+    assert calls == [([0.0], dist.ReduceOp.MAX, "world")] * (1 if asked else 2) + ["world"]
+    assert case.notes == ["another rank: stopped after sample 0 of 5; start again to continue"] * asked
+
+
 def test_rows_of_other_machines_are_waited_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(monkeypatch, late=4)
     assert case.inference.run().samples == 5
@@ -288,6 +307,16 @@ def test_a_failing_subscriber_to_a_failure_is_noted(monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyError, match="first") as caught:
         case.inference.run()
     assert caught.value.__notes__ == ["besides, a subscriber to InferenceFailed raised ValueError('second')"]
+
+
+def test_tensors_of_a_gpu_are_copied_to_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    here = torch.ones(1)
+    there: Any = SimpleNamespace(device=torch.device("cuda"), shape=(2, 3), dtype=torch.float16)
+    pinned = SimpleNamespace(copy_=lambda tensor, non_blocking: asked.append((tensor is there, non_blocking)))
+    monkeypatch.setattr(module.torch, "empty", lambda *given, **options: asked.append((given, options)) or pinned)
+    assert module._to_host({"there": there, "here": here}) == {"there": pinned, "here": here}
+    assert asked == [(((2, 3),), {"dtype": torch.float16, "pin_memory": True}), (True, True)]
 
 
 def test_sums_are_rounded_once_and_keep_what_is_not_finite() -> None:

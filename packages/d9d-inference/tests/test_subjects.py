@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from d9d_core.errors import JobError
 from d9d_core.plugin import ModelSpec, Ref, StrategySpec
+from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 from d9d_inference.evaluation import subject
 from d9d_inference.evaluation.subject import Request, Subject, find_subject, same_data
@@ -49,6 +50,19 @@ class Job:
     def use(self, registry: object, source: object) -> Job:
         assert (registry, source) == ("registry", "source")
         return self
+
+
+@pytest.mark.parametrize(("checkpoint", "words"), [(None, ""), ("7", " --checkpoint 7")])
+def test_the_job_of_a_run_is_trusted_with_the_plugins_of_the_command_line(
+    checkpoint: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "Job", SimpleNamespace(load_saved=lambda saved, **given: (saved, given)))
+    for policy in (PluginPolicy(files=(Path("one.py"),)), None):
+        request = Request(checkpoint=checkpoint, overrides=["seed=1"], policy=policy, world_size=3)
+        saved, given = cast("Any", request.load_saved(Path("a run")))
+        assert (saved.path, saved.trust) == (Path("a run"), f"d9d evaluate 'a run'{words}")
+        assert list(saved.files) == ([] if policy is None else [Path("one.py")])
+        assert given == {"overrides": ["seed=1"], "policy": policy or PluginPolicy(), "world_size": 3}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from datetime import timedelta
 
-from d9d_planner import calibrate, check, command, memory, search, workload
+from d9d_planner import calibrate, check, command, memory, plugin, search, workload
 from d9d_planner.device import Device
 from d9d_planner.links import worker
 from d9d_planner.network import Group
@@ -25,6 +25,11 @@ def test_predictions_count_the_driver_communicators_and_gathered_blocks() -> Non
     assert workload._WIDTHS == {"float32": 4, "bfloat16": 2}
     assert Device.model_fields["node"].default == 8
     assert Group.__dataclass_fields__["stride"].default == 1
+
+
+def test_the_memory_that_a_job_must_fit_into_is_for_the_prediction() -> None:
+    (declared,) = plugin.d9d_job_checks()
+    assert (declared.name, declared.memory) == ("prediction", True)
 
 
 def test_plan_prints_ten_layouts_and_takes_the_installed_plugins_unless_told_otherwise() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -160,6 +161,10 @@ def test_the_host_launches_blocks_behind_which_the_device_waits() -> None:
     again = parts_of(*blocks, rates=rates, effect=StrategyCost(recomputed=1.0))
     assert again["host"] == pytest.approx((0.6 - 0.3) + (1.8 - 0.6 - 0.2))
     assert "host" not in parts_of(*blocks, rates={"product": 1000, "launch": 0.4})
+    # Frozen blocks are launched forward only: 0.3 for each of three blocks, and 0.6 for one.
+    frozen = BlockCost("f", (OpCost("p", "product", flops=100),), count=2)
+    found = parts_of(frozen, BlockCost("b", (PRODUCT,)), rates=rates)
+    assert found["host"] == pytest.approx((0.9 - 0.3) + (0.6 - 0.2))
 
 
 def test_collectives_of_blocks_are_waited_for_unless_they_overlap() -> None:
@@ -181,6 +186,34 @@ def test_collectives_of_blocks_are_waited_for_unless_they_overlap() -> None:
     some = BlockCost("b", (PRODUCT,), exchanges=(Exchange("all_gather", "cp", 8.0, ranks=4, stride=2),))
     # Four ranks at a distance of 2 x 2 in machines of 8: two on a machine; half of 8 bytes crosses in two shares.
     assert parts_of(some, mesh=mesh)["context parallelism"] == max(6 / 2, 8 / 2 / 2 / 1)
+    assert parts_of(some, mesh=mesh, rates={"network": 0.25})["context parallelism"] == 8 / 2 / 2 / 0.25
+    pair = BlockCost("b", (PRODUCT,), exchanges=(Exchange("all_gather", "cp", 8.0, ranks=2, stride=2),))
+    assert parts_of(pair, mesh=mesh)["context parallelism"] == 8 / 2 / 2
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        # During products of 2 and 4: 8 - 2 + 0.5 x 2, and 6 - 4 + 0.5 x 4.
+        ({"exchanges": (Exchange("all_gather", "tp", 16.0, count=2),),
+          "backward_exchanges": (Exchange("all_gather", "tp", 8.0, count=3),)}, {"tensor parallelism": 7.0 + 4.0}),
+        # During attention of 2 and 6: 3 - 2 + 0.5 x 2, and 8 - 6 + 0.5 x 6.
+        ({"beside": (Exchange("send", "cp", 6.0),)}, {"context parallelism": 2.0}),
+        ({"backward_beside": (Exchange("send", "cp", 16.0),)}, {"context parallelism": 5.0}),
+        ({"exchanges": (Exchange("send", "cp", 2.0),), "beside": (Exchange("send", "cp", 6.0),),
+          "backward_exchanges": (Exchange("send", "cp", 4.0),), "backward_beside": (Exchange("send", "cp", 16.0),)},
+         {"context parallelism": 1.0 + 2.0 + 2.0 + 5.0}),
+    ],
+)  # fmt: skip
+def test_communication_overlaps_with_all_products_or_attentions_of_its_block(
+    given: dict[str, Any], seconds: dict[str, float]
+) -> None:
+    block = BlockCost("b", (PRODUCT, ATTENTION, PRODUCT, ATTENTION), **given)
+    effect = StrategyCost(overlaps=frozenset({"tp"}))
+    found = parts_of(block, mesh={"tp": 2, "cp": 2}, effect=effect)
+    assert {name: taken for name, taken in found.items() if name not in ("products", "attention")} == seconds | {
+        name: taken for name, taken in found.items() if name == "recomputation"
+    }
 
 
 def test_a_block_may_communicate_over_any_axis() -> None:
@@ -206,6 +239,9 @@ FSDP = StrategyCost(shards=True, gathers="twice", reduces="each")
         (FSDP | StrategyCost(compute_width=2), 3.5 + 7 + (2 * 24 + 32) / 8),
         (FSDP | StrategyCost(reduce_width=4), 3.5 + (12 - 2 + 1)),  # in place, as the parameters have 4 bytes
         (FSDP | StrategyCost(offloads=True), 3.5 + 7 + (2 * 32 + 32) / 8),
+        (FSDP | StrategyCost(offloads=True, reduce_width=4), 3.5 + (12 - 2 + 1) + (2 * 32 + 64) / 8),
+        # Copies of 3 seconds prolong the backward, which hides the reduction.
+        (StrategyCost(shards=True, gathers="once", reduces="last", compute_width=2), 3.5 + 24 / 8 + 0.5 * 4),
     ],
 )
 def test_gathers_and_reductions_overlap_with_the_computation_of_a_microbatch(
@@ -214,6 +250,47 @@ def test_gathers_and_reductions_overlap_with_the_computation_of_a_microbatch(
     block = BlockCost("b", (PRODUCT,), parameters=8)
     found = parts_of(block, effect=effect, of=groups(Group(2)), mesh={"dp_shard": 2})
     assert found.get("data parallelism", 0.0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("effect", "of", "seconds"),
+    [
+        # Twice 8 numbers: gathers of 8 and reductions of 8 during a forward of 2 and a backward of 4. Experts that are
+        # not sharded are neither gathered nor copied.
+        (FSDP | StrategyCost(compute_width=2), groups(Group(2)), (8 - 2 + 1) + (16 - 4 + 2) + (2 * 48 + 64) / 8),
+        # In 4 bytes, reductions of 16 to shards and of 2 x 16 bytes / 2 over replicas, which need a copy.
+        (FSDP | StrategyCost(reduce_width=4), groups(Group(2), Group(2)), 7 + (8 + 16 + 16 - 4 + 2) + 2 * 64 / 8),
+    ],
+)
+def test_each_of_several_equal_blocks_is_gathered_and_reduced(
+    effect: StrategyCost, of: DataGroups, seconds: float
+) -> None:
+    block = BlockCost("b", (PRODUCT,), 8, 4, count=2)
+    found = parts_of(block, effect=effect, of=of, mesh={"dp_shard": 2, "dp_replicate": of.replicas.size})
+    assert found["data parallelism"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("microbatches", "seconds"), [(1, 0.0), (2, 2 * 1.5), (3, 3 * 1.5)])
+def test_shards_of_gradients_are_accumulated_over_several_microbatches(microbatches: int, seconds: float) -> None:
+    stage = StageCost((BlockCost("b", (PRODUCT,), parameters=4),))
+    made, load = model(
+        stage, effect=StrategyCost(shards=True), of=groups(Group(2)), mesh={"dp_shard": 2}, microbatches=microbatches
+    )
+    load.update = Update(traffic=24.0)
+    parts = made.step().parts
+    # 3 x 2 bytes of each of 2 numbers at 8 bytes/s; the update reads gradients once.
+    assert (parts.get("elementwise", 0.0), parts["optimizer"]) == (seconds, (24 + 2 * 2) / 8)
+
+
+def test_replicas_that_take_their_own_steps_reduce_no_gradients_and_meet_after_some_steps() -> None:
+    stages = [StageCost((BlockCost("b", (PRODUCT,), 8 - at, 4 - at),)) for at in (0, 4)]
+    effect = StrategyCost(reduces="each", meets_every=4)
+    made, _ = model(*stages, effect=effect, of=groups(replicas=Group(2)), mesh={"dp_replicate": 2}, hosts=[0, 0])
+    step = made.step()
+    # Twice half of 4 x 12 bytes at 2 bytes/s, every fourth step.
+    assert step.parts["data parallelism"] == 24.0 / 4
+    assert step.parts["optimizer"] == 2 * (12 + 4) / 8
+    assert step.total == sum(step.parts.values()) == 6.0 + 6.0 + 4.0 + 0.25 * 6.0
 
 
 @pytest.mark.parametrize(
@@ -254,6 +331,10 @@ def test_parameters_outside_of_blocks_are_gathered_first_and_reduced_last() -> N
     found = parts_of(embedding, block, effect=effect, of=groups(Group(2)), mesh={"dp_shard": 2})
     # Gathers of 12 numbers take 6, reductions 12; of 4 numbers alone, 2 and 4.
     assert found["data parallelism"] == pytest.approx((6 - 1 + 0.5) + (18 - 2 + 1) + 2 + 4)
+    # In 2 bytes, reductions take as long as gathers, and both need copies in microbatches.
+    cast = FSDP | StrategyCost(compute_width=2)
+    found = parts_of(embedding, block, effect=cast, of=groups(Group(2)), mesh={"dp_shard": 2})
+    assert found["data parallelism"] == pytest.approx(5.5 + (12 - 2 + 1) + (2 * 36 + 48) / 8 + 2 + 2)
 
 
 def test_gradients_that_no_strategy_reduces_are_summed_over_context_parallel_ranks() -> None:
@@ -294,6 +375,17 @@ def test_compiled_and_recomputed_blocks_have_no_weight_gradients_of_their_own() 
         made, load = model(stage, stage, mesh={"pp": 2}, microbatches=2, pipeline="x", hosts=[0, 1], effect=effect)
         made.step()
         assert load.simulated[0][1].weight == [0.0, 0.0]
+
+
+def test_weight_gradients_are_the_backward_beyond_the_forward_of_products_in_blocks() -> None:
+    grouped = OpCost("g", "grouped_product", flops=50, backward_flops=150)
+    norm = OpCost("m", "memory", traffic=4, backward_traffic=12)
+    block = BlockCost("b", (PRODUCT, ATTENTION, grouped, norm), count=2)
+    head = BlockCost("h", (PRODUCT,), is_block=False)
+    stage = StageCost((block, head))
+    made, load = model(stage, stage, mesh={"pp": 2}, microbatches=2, pipeline="x", hosts=[0, 1])
+    made.step()
+    assert load.simulated[0][1].weight == [2 * (1.0 + 2.0)] * 2
 
 
 GIB = 2**30
@@ -341,20 +433,28 @@ def expected(**parts: float) -> Memory:
         # At the heads: all activations and logits, and the workspace of the head.
         ({}, {"activations": 200, "logits": 50, "workspace": 7}),
         ({"held": 3}, {"activations": 600, "logits": 150, "workspace": 7}),
+        ({"graded": frozenset({0})}, {"gradients": 60, "activations": 200, "logits": 50, "workspace": 7}),
         # In the largest block: gradients of the head exist, logits are freed.
         ({"workspace": 300.0}, {"gradients": 8, "activations": 200, "workspace": 300}),
         ({"workspace": 300.0, "graded": frozenset({0})}, {"gradients": 60, "activations": 200, "workspace": 300}),
         # In the first block, recomputed: all gradients but the embedding's; only its input is left.
         ({"effect": StrategyCost(recomputed=1.0)}, {"gradients": 40, "activations": 20, "workspace": 130}),
         ({"autocast": True}, {"activations": 200, "logits": 50, "workspace": 7 + 60}),
+        # Tensors that strategies keep: 4 bytes, and two copies of 4 bytes, for each trained parameter.
+        (
+            {"effect": StrategyCost(state=4.0, copies=2)},
+            {"activations": 200, "logits": 50, "workspace": 7, "optimizer": 12 + 30 * 12},
+        ),
     ],
 )
 def test_the_memory_of_a_backward_is_that_of_its_fullest_point(given: dict[str, Any], parts: dict[str, float]) -> None:
     block = layer(workspace=given.pop("workspace", 30.0))
     found, _ = memory(EMBEDDING, block, HEAD, **given)
-    assert found == expected(parameters=120, optimizer=12, **parts)
-    assert found.allocated == pytest.approx(132 + sum(parts.values()))
-    assert found.needed == pytest.approx(found.allocated * 1.04 + 0.7 * GIB)
+    parts = {"parameters": 120, "optimizer": 12, **parts}
+    assert found == expected(**parts)
+    assert found.allocated == pytest.approx(sum(parts.values()))
+    assert found.needed - found.outside == pytest.approx(found.allocated * 1.04)
+    assert found.outside == 0.7 * GIB
 
 
 def test_all_gradients_may_need_more_than_the_activations_before() -> None:
@@ -362,6 +462,8 @@ def test_all_gradients_may_need_more_than_the_activations_before() -> None:
     op = OpCost("x", "product", backward_flops=1, kept=1.0)
     found, _ = memory(EMBEDDING, BlockCost("b", (op,), 8, count=2), head, update=Update())
     assert found == expected(parameters=120, gradients=60)
+    found, _ = memory(EMBEDDING, BlockCost("b", (op,), 8, count=2), head, update=Update(), held=2)
+    assert found == expected(parameters=120, gradients=60, activations=2, logits=5)
 
 
 def test_the_block_with_the_largest_workspace_counts_and_the_first_keeps_its_input() -> None:
@@ -371,6 +473,85 @@ def test_the_block_with_the_largest_workspace_counts_and_the_first_keeps_its_inp
     norm = BlockCost("n", (), parameters=3, is_block=False)
     found, _ = memory(EMBEDDING, norm, layer(), HEAD, effect=StrategyCost(recomputed=1.0))
     assert found == expected(parameters=132, optimizer=12, gradients=46, activations=20, workspace=130)
+
+
+def test_a_stage_that_begins_with_a_block_has_all_its_gradients_in_that_block() -> None:
+    found, _ = memory(layer(), HEAD, effect=StrategyCost(recomputed=1.0))
+    assert found == expected(parameters=80, optimizer=12, gradients=40, activations=20, workspace=130)
+
+
+ATTENDS = OpCost("a", "attention", backward_flops=1, kept=10.0, attention=AttentionShape(1, 1, 1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "parts"),
+    [
+        # Blocks keep an input of 20 and outputs of 6 for attention, and recompute the other 110 - 6.
+        (1.0, {"gradients": 40, "activations": 26, "workspace": 30 + 104}),
+        # Half of the blocks keep 110, so memory peaks earlier, in the last block.
+        (0.5, {"gradients": 8, "activations": 2 * (55 + 13), "workspace": 30 + 104}),
+    ],
+)
+def test_recomputed_blocks_may_keep_the_outputs_of_attention(recomputed: float, parts: dict[str, float]) -> None:
+    block = layer()
+    block = replace(block, ops=(*block.ops, ATTENDS))
+    found, _ = memory(EMBEDDING, block, HEAD, effect=StrategyCost(recomputed=recomputed, keeps_attention=True))
+    assert found == expected(parameters=120, optimizer=12, **parts)
+
+
+def test_a_block_without_backward_is_not_recomputed() -> None:
+    block = replace(layer(1), ops=(OpCost("x", "product", flops=1, kept=100.0),))
+    found, _ = memory(EMBEDDING, block, HEAD, effect=StrategyCost(recomputed=1.0))
+    assert found == expected(parameters=88, optimizer=12, activations=20, logits=50, workspace=7)
+
+
+@pytest.mark.parametrize(
+    ("effect", "parameters", "trained"),
+    [
+        # 10 + 2 x (8 + 16) + 4 parameters; without the frozen ones, 10 + 2 x (5 + 10) + 4.
+        (StrategyCost(), 62, 44),
+        # Half of them, and a quarter of the experts.
+        (StrategyCost(shards=True), 5 + 8 + 2 + 8, 5 + 5 + 2 + 5),
+    ],
+)
+def test_experts_are_counted_with_their_own_shards_and_without_the_frozen_ones(
+    effect: StrategyCost, parameters: int, trained: int
+) -> None:
+    blocks = (EMBEDDING, layer(2, 300.0, experts=16, frozen=3, frozen_experts=6), HEAD)
+    found, _ = memory(*blocks, effect=effect, of=groups(Group(2), ONE, Group(4)), graded=frozenset({0}))
+    parts = {"parameters": parameters * 4, "gradients": trained * 2}
+    assert found == expected(**parts, optimizer=12, activations=200, workspace=300)
+
+
+def test_gradients_of_other_stages_are_held_during_a_backward() -> None:
+    load = Work(StrategyCost(recomputed=1.0), groups(), hosts=[0, 0])
+    load.update, load.moment = Update(state=12.0), [[Moment(((0, 1), (1, 1)), 0, frozenset({1}))]]
+    norm = BlockCost("n", (), parameters=1, is_block=False)
+    stages = [StageCost((EMBEDDING, layer(), norm)), StageCost((layer(1), HEAD))]
+    (found,) = MemoryModel(cast("Any", load), Layout(Mesh(), (), None, 2, 1), stages).ranks()
+    # Gradients of 12 parameters of the other stage, and of 27 without the embedding's 10 of this one.
+    assert found == expected(
+        parameters=(27 + 12) * 4, optimizer=24, gradients=(12 + 17) * 2, activations=20 + 20, logits=50, workspace=130
+    )
+
+
+def test_all_gradients_of_a_stage_may_come_on_top_of_those_of_other_stages() -> None:
+    load = Work(StrategyCost(), groups(), hosts=[0, 0])
+    load.update, load.moment = Update(state=12.0), [[Moment(((0, 1), (1, 1)), 0, frozenset({1}))]]
+    small = BlockCost("b", (OpCost("x", "product", backward_flops=1, kept=1.0),), 8, count=2)
+    stages = [StageCost((EMBEDDING, small)), StageCost((layer(1), HEAD))]
+    (found,) = MemoryModel(cast("Any", load), Layout(Mesh(), (), None, 2, 1), stages).ranks()
+    parts = {"gradients": (26 + 12) * 2, "activations": 100, "logits": 50}
+    assert found == expected(parameters=(26 + 12) * 4, optimizer=24, **parts)
+
+
+@pytest.mark.parametrize(("shards", "parameters"), [(False, 62), (True, 5 + 8 + 2 + 8)])
+def test_autocast_copies_the_whole_parameters_and_experts(shards: bool, parameters: int) -> None:
+    blocks = (EMBEDDING, layer(2, experts=16), HEAD)
+    of = groups(Group(2), ONE, Group(4))
+    found, _ = memory(*blocks, effect=StrategyCost(shards=shards), of=of, autocast=True)
+    parts = {"parameters": parameters * 4, "workspace": 7 + 62 * 2}
+    assert found == expected(**parts, optimizer=12, activations=200, logits=50)
 
 
 def test_the_update_may_need_more_than_a_backward() -> None:
@@ -403,6 +584,7 @@ def test_gathered_parameters_and_their_gradients_need_memory(
         communication=communication,
     )  # fmt: skip
     assert made.least() == 31 * 4 + 12 + communication + 350
+    assert found.allocated == 31 * 4 + 12 + 300 + 50 + 7 + communication
 
 
 @pytest.mark.parametrize(("frozen", "communication"), [(0, (14 + 48) * 2 + 24 * 2), (20, (14 + 48) * 2 + 14 * 2)])
@@ -412,6 +594,23 @@ def test_the_largest_block_is_gathered_and_the_largest_trained_one_is_reduced(
     # Blocks of 8 and 2, 16 or 4 parameters; without the frozen ones, the 14 outside of blocks are the most.
     large = layer(1, experts=16, frozen=frozen - min(frozen, 16), frozen_experts=min(frozen, 16))
     blocks = [EMBEDDING, layer(1, experts=2), large, layer(1, experts=4), HEAD]
+    found, _ = memory(*blocks, effect=FSDP, of=groups(Group(2)), mesh={"dp_shard": 2})
+    assert found.communication == communication
+
+
+@pytest.mark.parametrize(
+    ("blocks", "communication"),
+    [
+        # 33 of a block's 48 parameters are trained; without blocks, only the others are gathered.
+        ((EMBEDDING, layer(1, experts=40, frozen=6, frozen_experts=9), HEAD), (14 + 2 * 48) * 2 + 33 * 2),
+        ((EMBEDDING, HEAD), 14 * 2 + 14 * 2),
+        ((replace(EMBEDDING, frozen=10), replace(HEAD, frozen=4)), 14 * 2),
+        ((replace(EMBEDDING, parameters=100), layer(1), HEAD), (104 + 2 * 8) * 2 + 104 * 2),
+    ],
+)
+def test_two_blocks_are_gathered_beside_the_parameters_outside_of_blocks(
+    blocks: tuple[BlockCost, ...], communication: float
+) -> None:
     found, _ = memory(*blocks, effect=FSDP, of=groups(Group(2)), mesh={"dp_shard": 2})
     assert found.communication == communication
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,14 +12,19 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
+from d9d_core.errors import JobError
+from d9d_engine.job import Job
 from d9d_engine.profiling.summary import LABELS
-from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.interrupt import STOPPED, Interrupts, Terminated
+from d9d_planner import calibrate
+from d9d_planner.device import Device
 from d9d_planner.profile import command, measure, report
 from d9d_planner.profile.command import app
 from d9d_planner.profile.measure import Measured
 from d9d_planner.profile.report import lines
 from d9d_planner.profile.verdict import Verdict, verdict
 from pydantic import BaseModel
+from torch.profiler import ProfilerActivity
 from typer.testing import CliRunner
 
 KINDS = ("optimizer", "attention", "matmul", "other", "communication", "idle")
@@ -200,6 +206,10 @@ def test_a_profile_of_a_processor_says_that_recorded_steps_are_slower() -> None:
     assert [row for row in rows if row.endswith("100.0%")] == [f"  {LABELS['matmul']:<22}     2000.00 ms  100.0%"]
     assert rows[-1].endswith("(measured 0.25 x)")
     assert "  try data.workers: 4 reads and tokenises in other processes" in rows
+    slow = Measured(1.0, 0.0, 0.5, 0.0, {"matmul": 2.0}, 2.0, 7.0, None, False)
+    for microbatch, ranks, count in ((1, 1, 12), (2, 1, 6), (1, 3, 4)):
+        line = f"  try batch.microbatch: larger; a step has {count} microbatches"
+        assert line in list(lines(slow, job_of(12, microbatch, ranks), (0.125, "")))
     empty = Measured(1.0, 0.0, 0.5, 0.0, {}, 0.0, 7.0, None, False)
     assert [row[-6:] for row in lines(empty, job_of(8, 1, 1), (4.0, ""))][4 : 4 + len(LABELS)] == ["  0.0%"] * len(
         LABELS
@@ -297,6 +307,119 @@ def test_a_third_of_the_steps_warms_up_and_the_last_ones_are_recorded(
     said = capsys.readouterr()
     assert said.out == ("('times', (True, 'why'))\n" if main else "")
     assert (f"profile: {steps} steps; nothing is saved" in said.err) is main
+
+
+def test_a_profile_runs_here_or_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[Any] = []
+    env = SimpleNamespace(launcher=None)
+
+    def processes(load: Any, nproc: str) -> Any:
+        happened.append(nproc)
+        return load(3, "again")
+
+    for name, value in {
+        "process_of_launcher": lambda _environ, alone: env,
+        "running": lambda given, _environ, _interrupts: nullcontext(SimpleNamespace(repeats="again", env=given)),
+        "_profile": lambda process, _interrupts, load, steps: happened.append((process.env is env, load(), steps)),
+        "load_job": lambda *given: given,
+        "for_processes": processes,
+        "launch": lambda *given: happened.append(given[:3]) or 7,
+    }.items():
+        monkeypatch.setattr(command, name, value)
+    omitted = [
+        "steps=1000000000", "epochs=null", "evaluation=null", "checkpoint.every=null", "trackers=[]", "subscribers=[]",
+        "metrics=[]", "export=false", "profiling=null",
+    ]  # fmt: skip
+    given = (Job, Path("job.yaml"), ["seed=1", *omitted], [Path("one.py")])
+    words = ["job.yaml", "--set", "seed=1", "--plugin", "one.py"]
+    assert CliRunner().invoke(app, [*words, "--strict-plugins"]).exit_code == 0
+    assert happened == [(True, (*given, False, True, "again"), 30)]
+    happened.clear()
+    assert CliRunner().invoke(app, [*words, "--no-plugins", "--nproc", "2", "--steps", "12"]).exit_code == 7
+    command_line = ["profile", "job.yaml", "--steps", "12", *words[1:], "--no-plugins"]
+    assert happened == ["2", ((*given, True, False, "again", 3), command_line, 0)]
+    env.launcher = "torchrun"
+    result = CliRunner().invoke(app, [*words, "--nproc", "2"])
+    assert str(result.exception) == "--nproc: torchrun has started this process; use its own options"
+
+
+def test_a_profile_that_is_stopped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise Terminated("SIGTERM")
+
+    monkeypatch.setattr(command, "process_of_launcher", stopped)
+    result = CliRunner().invoke(app, ["job.yaml"])
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        STOPPED, "", "SIGTERM: stopped; nothing was measured\n",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_profile_predicts_with_the_rates_of_one_process_on_this_machine(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def predict(*given: object) -> Any:
+        assert given == (job, "registry", "views", "rates")
+        if fails:
+            raise JobError("no costs")
+        return SimpleNamespace(time=SimpleNamespace(total=1.5))
+
+    asked: list[Any] = []
+    monkeypatch.setattr(calibrate, "calibrated", lambda *given: asked.append(given) or ("rates", ["product"]))
+    monkeypatch.setattr(command, "predict", predict)
+    job: Any = SimpleNamespace(registry="registry", views=lambda: "views")
+    assert command._predicted(job, "device") == ((None, "no costs") if fails else (1.5, ""))
+    assert asked == [("device", Device.named("h200"), 1)]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_profiler_records_steps_after_one_that_it_skips(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    ranges = SimpleNamespace(on=False)
+
+    class Profile:
+        def __init__(self, **given: Any) -> None:
+            calls.append(given)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("closed")
+
+        def step(self) -> None:
+            calls.append("profiled")
+
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    monkeypatch.setattr(measure, "profile", Profile)
+    monkeypatch.setattr(measure, "schedule", lambda **given: given)
+    monkeypatch.setattr(measure, "supported_activities", lambda: {ProfilerActivity.CUDA})
+    monkeypatch.setattr(measure, "_synchronise", calls.append)
+    monkeypatch.setattr(measure, "spans_of", lambda profiler: [profiler])
+    monkeypatch.setattr(
+        measure, "time_by_kind", lambda spans, count: ({"matmul": 1e6 * count}, 3e6 * len(spans) * count)
+    )
+    trainer: Any = SimpleNamespace(step=SimpleNamespace(ranges=ranges))
+    device = torch.device(kind)
+    found = measure._recorded(device, 2, lambda: calls.append(("step", ranges.on)), trainer)
+    assert found == ({"matmul": 1.0}, 3.0)
+    activities = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if kind == "cuda" else set())
+    steps: list[Any] = [("step", True), "profiled"] * 2
+    assert calls == [
+        {"activities": activities, "schedule": {"wait": 0, "warmup": 1, "active": 2}, "acc_events": True},
+        *steps, ("step", True), device, "profiled", "closed",
+    ]  # fmt: skip
+    assert (ranges.on, os.environ["KINETO_LOG_LEVEL"]) == (False, "6")
+
+
+@pytest.mark.parametrize(("kind", "waited"), [("cpu", []), ("cuda", [torch.device("cuda")])])
+def test_a_profile_waits_for_the_work_of_an_accelerator(
+    kind: str, waited: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", found.append)
+    measure._synchronise(torch.device(kind))
+    assert found == waited
 
 
 MODULE = """

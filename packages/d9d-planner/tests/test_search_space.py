@@ -267,8 +267,17 @@ def test_the_search_ends_where_no_later_layout_can_be_among_the_fastest(monkeypa
     # least 4 may not; layouts with the least memory for their ranks are tried in any case.
     late = Predicted(0.1, least_time=3.01, tp=1, least_memory=2.0)
     assert searched(monkeypatch, *bases, late)[0] == [1.0, 2.0, 3.0]
-    equal = replace(late, least_time=2.0)
-    assert searched(monkeypatch, bases[0], bases[1], equal)[0] == [0.1, 2.0, 3.0]
+    for least in (2.0, 2.5, 3.0):
+        assert searched(monkeypatch, *bases[:2], replace(late, least_time=least))[0] == [0.1, 2.0, 3.0]
+    assert searched(monkeypatch, *bases[:2], late)[0] == [2.0, 3.0]
+
+
+def test_a_layout_that_needs_all_memory_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Predicted(2.0, 5.0, least_memory=5.0, microbatch=4)
+    assert searched(monkeypatch, Predicted(1.0), full)[0] == [1.0, 2.0]
+    # Also if only its little memory is a reason to try it.
+    monkeypatch.setattr(search, "_EXAMINED", 1)
+    assert searched(monkeypatch, Predicted(1.0), Predicted(2.0, 5.0, tp=2), Predicted(3.0, 5.1, tp=3))[0] == [1.0, 2.0]
 
 
 def test_no_more_layouts_are_examined_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,18 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from d9d_core.config import PartConfig
+from d9d_core.config import PartConfig, ScheduleConfig
 from d9d_core.cost import BlockCost, OptimizerCost, Share, StageCost, StrategyCost
 from d9d_core.data import SampleLengths
 from d9d_core.errors import BuildError, JobError
 from d9d_core.job_file.job import Mesh
 from d9d_planner import command, options, report, search
 from d9d_planner import workload as module
+from d9d_planner.costs.update import Updates
 from d9d_planner.layout import Layout
 from d9d_planner.live import Moment
 from d9d_planner.memory import Memory
+from d9d_planner.network import Group
 from d9d_planner.search import Found
 from d9d_planner.step_time import StepTime
 from d9d_planner.workload import Workload
@@ -129,6 +131,8 @@ def test_an_entry_for_a_part_of_a_model_is_noted_once(monkeypatch: pytest.Monkey
     case = Case(monkeypatch)
     case.specs |= {"optimizer": Spec(lambda *_: OptimizerCost()), "fsdp": Spec(lambda _config: StrategyCost())}
     made = case.make()
+    made.strategy(replace(layout(), parallel=(PartConfig(name="fsdp"),)))
+    assert made.notes == []
     for size in (2, 4):
         made.strategy(replace(layout(dp_shard=size), parallel=(PartConfig(name="fsdp", match=("layers.*",)),)))
     assert made.notes == ["strategy fsdp with 'match' is counted as if it acted on the whole model"]
@@ -206,6 +210,45 @@ def test_stages_get_the_share_of_a_rank_and_equal_ones_are_one(monkeypatch: pyte
     made.stages(layout(tp=2, microbatch=3, size=12), 8.5, count=2)
     assert len(made.stages(layout(), 7.5)) == 1
     assert len(case.shares) == 5
+
+
+def test_attention_over_several_ranks_has_the_cost_of_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, asked = Case(monkeypatch), list[Any]()
+    case.lengths["data"] = lengths(16, 16)
+    case.specs |= {"ring": Spec(lambda _config: StrategyCost(context="cost"))}  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "shared", lambda cost, context, ranks: asked.append((context, ranks)) or cost)
+    made = case.make()
+    for size in (1, 2):
+        made.stages(Layout(Mesh(cp=size), (config("ring"),), None, 8, 2), 1.0)
+    assert asked == [("cost", 2)]
+
+
+def test_the_layers_of_stages_and_the_adapters_of_a_job_are_those_of_its_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layers(ScheduleConfig):
+        name: str = "schedule"
+
+    monkeypatch.setattr(module, "adapter_costs", lambda peft, _registry: f"costs of {peft}")
+    tuned: list[Any] = []
+    monkeypatch.setattr(module, "tuned", lambda costs, adapters, share: tuned.append((adapters, share)) or costs)
+    case = Case(monkeypatch, peft="lora")
+    case.lengths["data"] = lengths(16, 16)
+    case.make().stages(layout(Layers(layers=(3, 1)), pp=2), 1.0, count=2)
+    assert [stage.layers for stage, _ in case.shares] == [(3, 1)] * 2
+    assert tuned == [("costs of lora", case.shares[0][1])]
+
+
+def test_updates_of_shards_have_the_ranks_of_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(monkeypatch)
+    case.specs |= {"fsdp": Spec(lambda _config: StrategyCost(shards=True)), "optimizer": Spec(lambda *_: "cost")}
+    groups = SimpleNamespace(shards=Group(4), expert_shards=Group(2))
+    asked: list[Any] = []
+    of = SimpleNamespace(of=lambda mesh, views: asked.append((mesh, views)) or groups)
+    monkeypatch.setattr(module, "DataGroups", of)
+    made, mesh = case.make(), Mesh(dp_shard=2, tp=3)
+    sharded, whole = (Layout(mesh, parallel, None, 8, 1) for parallel in ((config("fsdp"),), ()))
+    assert made.updates(sharded) == Updates(cast("Any", "cost"), 4, 2, 3)
+    assert made.updates(whole) == Updates(cast("Any", "cost"), 1, 1, 3)
+    assert asked == [(mesh, {})]
 
 
 class Schedule:
@@ -307,7 +350,9 @@ def test_the_table_of_layouts_marks_those_that_no_other_one_beats() -> None:
 
 def test_a_job_file_keeps_its_other_values_and_gets_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "written", lambda value: f"written {value}")
-    values = {"seed": 3, "mesh": {"tp": 8}, "pipeline": "old", "batch": 1}
+    # Lines have at most 120 characters before the word that goes to the next one.
+    note = "x" * (121 - len("note: "))
+    values = {"seed": 3, "mesh": {"tp": 8}, "pipeline": "old", "batch": 1, "note": f"{note} y"}
     job: Any = SimpleNamespace(source=SimpleNamespace(document=SimpleNamespace(values=values)))
 
     def text(pipeline: str | None) -> str:
@@ -321,8 +366,9 @@ def test_a_job_file_keeps_its_other_values_and_gets_the_layout(monkeypatch: pyte
     assert first == "# Layout by d9d plan; predicted: 1.23 s a step, 2.5 GiB."
     assert yaml.safe_load(rest) == {
         "seed": 3, "mesh": {"pp": 2, "cp": 4}, "pipeline": "written 1f1b", "batch": "written b",
-        "parallel": "written p",
+        "parallel": "written p", "note": f"{note} y",
     }  # fmt: skip
+    assert f"note: {note}\n" in rest
     assert "pipeline" not in text(None)
     assert values["pipeline"] == "old"
 
@@ -358,6 +404,18 @@ def test_meshes_divide_the_devices_and_the_batch() -> None:
     usable.strategies = ("tp",).__contains__
     shards = {(one.mesh.tp, one.mesh.dp_shard) for one in search.layouts(load, 16, 8)}
     assert shards == {(2, 1), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2)}
+    usable.strategies = ("cp",).__contains__
+    shards = {(one.mesh.cp, one.mesh.dp_shard) for one in search.layouts(load, 16, 8) if one.mesh.cp > 1}
+    assert shards == {(2, 1), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (16, 1)}
+    # Ranks of cp on all devices of a machine and more leave one for the shards.
+    load.job.batch.size = 16
+    found_shards = [one.mesh.dp_shard for one in search.layouts(load, 64, 2) if one.mesh.cp == 4]
+    assert sorted(set(found_shards)) == [1, 4, 16]
+    load.job.batch.size = 8
+    usable.fixed, usable.strategies = {"dp_replicate": 2, "tp": 2}, ("tp",).__contains__
+    fixed = {(one.mesh.tp, one.mesh.dp_shard, one.mesh.dp_replicate) for one in search.layouts(load, 16, 8)}
+    assert fixed == {(2, 4, 2)}
+    usable.fixed = {}
     usable.schedules = ["1f1b"]
     usable.strategies = ().__contains__
     assert {(one.mesh.pp, one.mesh.tp, one.mesh.cp) for one in search.layouts(load, 4, 2)} == {

@@ -112,6 +112,14 @@ def test_rounding_of_one_element_is_no_deviation_of_an_update_and_that_of_many_i
     assert sizes(after(1, 1, 1, 1), reference).keys() == {("update", "a", 0), ("weight", "a", 0)}
 
 
+def test_a_parameter_of_one_element_may_be_rounded_by_two_bits_of_its_length() -> None:
+    gradients = model(at_0__gradients__a=[1.0], start__model__a=[2.0])
+    one, other = (measured(tensors=gradients | model(at_0__model__a=[value])) for value in (1.0 + 4 * EPS, 1.0))
+    found = sizes(one, other)
+    assert found["weight", "a", 0] == pytest.approx(2 * EPS)
+    assert found["update", "a", 0] == pytest.approx(4 * EPS - EPS * math.sqrt(1 + 1 / 1000))
+
+
 def test_a_buffer_that_stays_where_it_should_change_is_wrong_by_any_measure() -> None:
     start = model(start__model__b=[2.0], at_0__model__b=[2.0 + 1e-6])
     reference = measured(tensors=start)
@@ -141,8 +149,12 @@ def test_lower_bits_of_master_weights_wrap_around() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "size"), [(1.0, 0.0, math.inf), (math.nan, 1.0, math.inf), (1.0, math.inf, math.inf)]
-)
+    ("one", "other", "size"),
+    [
+        (1.0, 0.0, math.inf), (math.nan, 1.0, math.inf), (1.0, math.inf, math.inf), (math.inf, math.inf, math.inf),
+        (1.0, math.nan, math.inf),
+    ],
+)  # fmt: skip
 def test_a_state_that_should_be_zero_or_finite_is_wrong_by_any_measure(one: float, other: float, size: float) -> None:
     values = (measured(tensors=model(at_0__optimizer__a__m=[value])) for value in (one, other))
     assert sizes(*values) == {("state", "a/m", 0): size}
@@ -204,6 +216,8 @@ def test_minimum_limits_are_far_tighter_in_float32_than_in_bfloat16() -> None:
         ([[1.0, 0.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]], "row", 0.0, 0.0),
         ([[4.0, 0.0], [0.0, 1.0]], [[4.0, 0.0], [1.0, 0.0]], "row", 1.0, 0.0),
         ([[4.0, 0.0], [0.0, 1.0]], [[4.0, 0.0], [0.0, 4.0]], "row", 0.0, 0.75),
+        ([[[4.0, 0.0, 0.0], [0.0, 1.0, 0.0]]], [[[4.0, 0.0, 0.0], [1.0, 0.0, 0.0]]], "row", 1.0, 0.0),
+        ([4.0, 1.0], [4.0, 1.0], "row", 0.0, 0.0),
         (2.0, 3.0, "row", 0.0, 1 / 3),
     ],
 )
@@ -254,10 +268,31 @@ def test_a_gradient_that_is_only_rounding_is_compared_by_its_length_and_widens_n
         assert [d.size <= limits.allowed(d) for d in found] == [times < 10] * 2
 
 
+def test_the_length_of_a_gradient_that_is_only_rounding_is_its_largest_before_clipping() -> None:
+    reference, long, short = rounded(1, 2, 3)
+    for run, times in ((long, 3.0), (short, 2.0)):
+        for step in (0, 1):
+            run.tensors[f"{step}/gradients/zero"] *= times
+    # The norm of the first run's second step is twice the limit.
+    long.numbers |= {"start/max_norm": 2.0, "1/grad_norm": 4.0}
+    assert Limits.of(torch.float32, reference, [long, short]).noise == {"zero": pytest.approx(6e-3, rel=1e-4)}
+    reference.numbers |= {"start/max_norm": 2.0, "0/grad_norm": 16.0}
+    assert Limits.of(torch.float32, reference, [long, short]).noise == {"zero": pytest.approx(8e-3, rel=1e-4)}
+
+
 def test_a_gradient_with_a_direction_is_no_rounding() -> None:
     reference, *sound = rounded(1, 1, 1)
     assert Limits.of(torch.float32, reference, sound).noise == {}
     assert Limits.of(torch.float32, reference).noise == {}
+
+
+@pytest.mark.parametrize(("cosine", "noise"), [(0.8, set()), (0.6, {"zero"})])
+def test_a_gradient_is_only_rounding_if_its_mean_angle_is_large(cosine: float, noise: set[str]) -> None:
+    reference, *sound = rounded(1, 1, 1)
+    for run, direction in ((reference, [1.0, 0.0]), *((run, [cosine, math.sqrt(1 - cosine**2)]) for run in sound)):
+        for step in (0, 1):
+            run.tensors[f"{step}/gradients/zero"] = torch.tensor(direction)
+    assert Limits.of(torch.float32, reference, sound).noise.keys() == noise
 
 
 def test_a_gradient_of_less_than_a_bit_of_the_norm_of_all_is_zero() -> None:

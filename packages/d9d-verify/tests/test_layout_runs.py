@@ -153,11 +153,14 @@ def test_each_layout_is_told_run_and_judged(monkeypatch: pytest.MonkeyPatch) -> 
 
     limits = SimpleNamespace(of=lambda dtype, one, sound: (dtype, one, sound))
     for name, value in {
-        "scaled_values": lambda _job, _layouts, steps: {**VALUES, "batch": {"size": steps}},
+        "scaled_values": lambda job, given, steps: (
+            {**VALUES, "batch": {"size": steps}} if job is nothing and given is several else {}
+        ),
         "ops_of": lambda *_: ["rope"],
         "_check": lambda *given: ran.append(("checked", given[2].name)),
         "scaled_model": lambda job, values: {(None, 4): torch.nn.Identity()}[job, values["batch"]["size"]],
         "layout_dependence": lambda _model: ["it draws"],
+        "_altered": lambda job, layout: [f"{layout.name} has its own steps"] if job is nothing else [],
         "_reference": lambda *_, routes: ("measured" if not routes else "routed", ["sound"]),
         "_run": measured,
         "Limits": limits,
@@ -174,6 +177,8 @@ def test_each_layout_is_told_run_and_judged(monkeypatch: pytest.MonkeyPatch) -> 
     verdicts = run.verify(nothing, several, 4, notes.append, launch)
     assert notes == [
         "this model computes differently in different layouts by design: it draws",
+        "one has its own steps",
+        "two has its own steps",
         "reference: one process, 4 steps, batch 4",
         "one: 1 process",
         "two: 2 processes",

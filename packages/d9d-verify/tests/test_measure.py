@@ -304,6 +304,11 @@ def test_the_learning_rate_changes_the_median_parameter_visibly_after_the_warm_u
     assert trainer.did == ["pack", ("step", 0), "end of data"]
 
 
+def test_the_larger_of_two_middle_parameters_counts() -> None:
+    trainer = Trainer(Model(a=[1.0], b=[2.0]), {"a": [0.5], "b": [0.5]})
+    assert probed(trainer, 1)[0].factor == pytest.approx(0.05 / 0.5)
+
+
 def test_a_job_whose_parameters_do_not_change_keeps_its_learning_rate() -> None:
     assert probed(Trainer(Model(a=[1.0]), {"a": [0.0]}), 1)[0] == Rate(1.0, 0)
     assert probed(Trainer(Model(a=[1.0]), {"a": [float("nan")]}), 1)[0] == Rate(1.0, 0)
@@ -369,7 +374,7 @@ def run_worker(directory: Path, monkeypatch: pytest.MonkeyPatch, rank: int = 0, 
     worker.main(directory)
 
 
-@pytest.mark.parametrize(("clipped", "steps", "resume"), [(8.0, 5, Resume(2)), (None, 1, None)])
+@pytest.mark.parametrize(("clipped", "steps", "resume"), [(8.0, 5, Resume(2)), (8.0, 2, Resume(1)), (None, 1, None)])
 def test_the_reference_clips_at_half_of_its_gradient_norm_and_guides_its_variants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clipped: float | None, steps: int, resume: Resume | None
 ) -> None:
@@ -397,7 +402,7 @@ def test_a_reference_without_gradients_is_not_clipped(tmp_path: Path, monkeypatc
     assert json.loads((tmp_path / "settings.json").read_text())["max_norm"] is None
 
 
-@pytest.mark.parametrize(("steps", "resumes"), [(5, True), (1, False)])
+@pytest.mark.parametrize(("steps", "resumes"), [(5, True), (2, True), (1, False)])
 def test_a_layout_is_measured_with_the_settings_and_the_checkpoint_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, resumes: bool
 ) -> None:
@@ -410,7 +415,7 @@ def test_a_layout_is_measured_with_the_settings_and_the_checkpoint_of_the_refere
     run_worker(directory, monkeypatch, rank=1, steps=steps, reference=str(reference), sound=0)
     ((name, norm, count, guide, rate, resume, options),) = jobs.measured
     assert (name, norm, count, rate, options) == ("job.json", 0.5, steps, Rate(2.5, 1), {})
-    assert resume == (Resume(2, reference / "checkpoints") if resumes else None)
+    assert resume == (Resume(steps // 2, reference / "checkpoints") if resumes else None)
     assert guide.numbers == {"0/loss": 4.0}
     assert Record.read(directory, 1).numbers == {"1/loss": 1.0, "start/of": 1.0}
 

@@ -208,6 +208,7 @@ def test_a_layout_is_read_with_the_jobs_settings_of_its_strategies() -> None:
     assert layout.mesh == {"dp_replicate": 2, "dp_shard": 3}
     assert list(layout.parallel) == [{"name": "fsdp", "x": 1}, {"name": "compile"}]
     assert (layout.ranks, layout.data_parallel_size) == (6, 6)
+    assert Layout("x", {"dp_shard": 4, "tp": 3, "ep": 2}, []).ranks == 12  # ep needs no ranks of its own
     assert (parse_layout(":fsdp", own).mesh, parse_layout("pp=1", own).parallel) == ({}, [])
 
 
@@ -215,6 +216,29 @@ def test_a_layout_is_read_with_the_jobs_settings_of_its_strategies() -> None:
 def test_a_malformed_layout_is_refused(text: str) -> None:
     with pytest.raises(JobError, match="write axis=size"):
         parse_layout(text, job({}))
+
+
+def test_a_layout_of_stages_may_name_one_schedule_of_those_installed() -> None:
+    own = job({"pp": 2}, {"name": "fsdp", "x": 1})
+    schedules = [SimpleNamespace(spec=SimpleNamespace(key=name)) for name in ("1f1b", "gpipe")]
+    known: Any = own
+    known.registry = SimpleNamespace(entries=lambda kind: {"schedule": schedules}[kind])
+    known.pipeline = SimpleNamespace(selector="gpipe", model_dump=lambda mode: {"name": "gpipe", "mode": mode})
+    found = parse_layout("pp=2:1f1b(x=[1, {y: 2}], z = 3),fsdp", own)
+    assert (found.pipeline, list(found.parallel)) == (
+        {"name": "1f1b", "x": [1, {"y": 2}], "z": 3}, [{"name": "fsdp", "x": 1}],
+    )  # fmt: skip
+    assert parse_layout("pp=2:gpipe", own).pipeline == {"name": "gpipe", "mode": "json"}
+    assert parse_layout("pp=2:fsdp", own).pipeline is None
+    values = {"pipeline": {"name": "gpipe"}}
+    assert layout_values(values, found, [])["pipeline"] == {"name": "1f1b", "x": [1, {"y": 2}], "z": 3}
+    for text in ("pp=2:1f1b,gpipe", "pp=1:1f1b", "dp_shard=2:1f1b"):
+        with pytest.raises(JobError, match=f"^--layout {text}: name at most one schedule, and only with pp=2 or more$"):
+            parse_layout(text, own)
+    for text in ("fsdp(x", "fsdp(x)", "fsdp(=1)", "fsdp(x=1,y)"):
+        with pytest.raises(JobError) as error:
+            parse_layout(f"pp=2:{text}", own)
+        assert str(error.value) == f"--layout pp=2:{text}: write fields as name(field=value,...), not {text}"
 
 
 def test_only_layouts_with_stages_keep_the_pipeline_and_only_the_reference_has_reference_kernels() -> None:
@@ -332,6 +356,25 @@ def test_jitter_moves_outputs_of_layers_by_at_most_half_of_the_last_bit() -> Non
     assert moved.min() < 0
     counts = torch.arange(3)
     assert model(counts) is counts
+
+
+def test_jitter_moves_gradients_by_at_most_half_of_the_last_bit_and_equal_ones_alike() -> None:
+    def moved(seed: int) -> dict[str, torch.Tensor]:
+        stage = nn.ParameterDict({name: nn.Parameter(torch.zeros(1000)) for name in ("a", "b", "frozen")})
+        for name in ("a", "b"):
+            stage[name].grad = torch.ones(1000)
+        jitter = Jitter(seed)
+        jitter._model_ready(cast("Any", SimpleNamespace(stage=stage)))
+        jitter._gradients_final(cast("Any", None))
+        assert stage["frozen"].grad is None
+        return {name: (cast("Any", stage[name].grad) - 1) / torch.finfo(torch.float32).eps for name in ("a", "b")}
+
+    found = moved(1)
+    assert found["a"].abs().max() <= 0.5
+    assert found["a"].min() < 0
+    assert not torch.equal(found["a"], found["b"])
+    assert torch.equal(moved(1)["a"], found["a"])
+    assert not torch.equal(moved(2)["a"], found["a"])
 
 
 def test_a_schedule_backwards_has_the_last_microbatch_first() -> None:
@@ -533,6 +576,12 @@ def test_a_saved_position_counter_or_metric_that_differs_is_named(changes: Any, 
     assert unlike_state(saved(**changes), saved(), limits) == said
 
 
+def test_a_metric_that_is_off_by_its_limit_is_fine() -> None:
+    changed = saved(tensors={"metrics/loss/sum": torch.tensor([3.0, 5.25])})
+    for floor, fine in ((0.25, True), (0.2499, False)):
+        assert (unlike_state(changed, saved(), Limits({"series": floor}, {})) is None) is fine
+
+
 def test_a_layout_that_saves_nothing_is_wrong() -> None:
     assert unlike_state(None, saved(), Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
     assert unlike_state(saved(), None, Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
@@ -551,9 +600,12 @@ def test_a_layout_that_passes_and_saves_another_state_fails_at_the_step_of_the_s
     monkeypatch.setattr(run, "_reference", lambda *_, **_named: (two_steps(), []))
     monkeypatch.setattr(run, "_run", lambda *_: two_steps())
     monkeypatch.setattr(run, "_settings", lambda *_: "settings")
-    monkeypatch.setattr(run, "_checkpoint", lambda _directory: saved())
-    monkeypatch.setattr(run, "unlike_saved", lambda *_: None)
-    monkeypatch.setattr(run, "unlike_state", lambda *_: "another position")
+    monkeypatch.setattr(run, "_checkpoint", lambda directory: (directory.parent.name, directory.name))
+    own, reference = ("0", "checkpoints"), ("reference", "checkpoints")
+    monkeypatch.setattr(run, "unlike_saved", lambda mine, *_: None if mine == own else "not the layout's")
+    monkeypatch.setattr(
+        run, "unlike_state", lambda *given: "another position" if given[:2] == (own, reference) else None
+    )
     (verdict,) = run.verify(cast("Job", None), [Layout("x", {"dp_shard": 2}, [])], steps, lambda _text: None)
     assert verdict.diverged == (None if steps == 1 else (steps // 2 - 1, "another position"))
 

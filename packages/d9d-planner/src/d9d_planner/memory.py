@@ -256,10 +256,8 @@ class MemoryModel:
         gathered = whole if effect.gathers == "once" else root + _GATHERED_BLOCKS * largest
         waits = effect.reduces == "last" and self._layout.microbatches > 1
         trained = sum(_trained(block) * block.count for block in blocks)
-        at_once = max(
-            max((_trained(block) for block in blocks if block.is_block), default=0),
-            sum(_trained(block) for block in blocks if not block.is_block),
-        )
+        # Blocks are reduced one by one, all others together.
+        at_once = max([*map(_trained, blocks), sum(_trained(block) for block in blocks if not block.is_block)])
         reduced = (trained if waits else at_once) * (effect.reduce_width or width)
         return between + gathered * width + reduced
 

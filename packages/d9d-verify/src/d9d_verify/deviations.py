@@ -234,7 +234,8 @@ def distance(actual: Tensor, expected: Tensor, spare: float = 0.0) -> float:
     distance = _net(_difference(actual, expected).norm().item(), spare)
     if distance == 0:
         return 0.0
-    return distance / length if length and math.isfinite(distance) and math.isfinite(length) else math.inf
+    # If the expected length is not finite, the distance is not finite either.
+    return distance / length if length and math.isfinite(distance) else math.inf
 
 
 def _difference(actual: Tensor, expected: Tensor) -> Tensor:

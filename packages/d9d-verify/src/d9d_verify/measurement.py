@@ -109,13 +109,13 @@ class Measurement:
 
     def guide(self) -> Measurement:
         """Values for :class:`~d9d_verify.measure.Witness`: gradients, and each step's buffers and frozen parameters."""
-        parameters = {name.split("/", 2)[2] for name in self.tensors if name.split("/", 2)[1] == "gradients"}
+        parts = {name: name.split("/", 2)[1:] for name in self.tensors}
+        parameters = {name for kind, name in parts.values() if kind == "gradients"}
         return Measurement(
             tensors={
-                name: tensor
-                for name, tensor in self.tensors.items()
-                if name.split("/", 2)[1] == "gradients"
-                or (name.split("/", 2)[1] == "model" and name.split("/", 2)[2] not in parameters)
+                whole: self.tensors[whole]
+                for whole, (kind, name) in parts.items()
+                if kind == "gradients" or (kind == "model" and name not in parameters)
             }
         )
 
