@@ -91,9 +91,10 @@ def test_a_core_has_heads_of_one_size_for_all() -> None:
     for dims in ((16, 8), (8, 16)):
         given = {"head_dim": dims[0], "value_dim": dims[1], "window": 5}
         for others in ({"softcap": 2.0, "sinks": False}, {"softcap": None, "sinks": True}):
-            core = AttentionCall(**FACTS | given | others).core("layers.0.self_attn")
-            expected = {"query_heads": 4, "key_value_heads": 2, "head_dim": 16, "window": 5, **others}
-            assert {name: core.attention.static.get(name, False) for name in expected} == expected
+            slot = AttentionCall(**FACTS | given | others).core("layers.0.self_attn").attention
+            same = AttentionCore(query_heads=4, key_value_heads=2, head_dim=16, window=5, **others).attention
+            assert (slot.op, slot.static) == (same.op, same.static)
+            assert same.static["head_dim"] == 16
     call = AttentionCall(**FACTS | {"others": ("alpha", "zeta")})
     with pytest.raises(
         BuildError, match=r"^model\.config: layers\.0 gives its attention alpha, zeta, which d9d does not"

@@ -154,7 +154,10 @@ def test_token_ids_of_transformers_are_inside_a_smaller_vocabulary(defaults: dic
             {"attention_dropout": 0.1, "resid_pdrop": 0.2, "router_jitter_noise": 0.3, "dropout": 1, "eps": 0.5},
             {"attention_dropout": 0.0, "resid_pdrop": 0.0, "router_jitter_noise": 0.0},
         ),
-        ({"pad_token_id": None, "bos_token_id": 5, "eos_token_id": 6}, dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)),
+        (
+            {"pad_token_id": None, "bos_token_id": 5, "eos_token_id": 6},
+            {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        ),
         ({"eos_token_id": 9}, {"eos_token_id": 2}),
         ({"kv_lora_rank": 5, "num_key_value_heads": 8}, {"kv_lora_rank": 12, "num_key_value_heads": 4}),
         ({"num_key_value_heads": 8}, {"num_key_value_heads": 2}),

@@ -50,7 +50,7 @@ def base_of(plan: dict[str, str] | None, layers: str, **others: nn.Module) -> An
     inside: nn.Module = nn.ModuleList([Layer()])
     for name in reversed(layers.split(".")[1:]):
         inside = nn.ModuleDict({name: inside})
-    base[layers.split(".")[0]] = inside
+    base[layers.split(".", maxsplit=1)[0]] = inside
     base.config = SimpleNamespace(base_model_tp_plan=plan)
     return base
 
