@@ -11,6 +11,7 @@ import torch
 from d9d_core.errors import BuildError
 from d9d_transformers import mixing
 from d9d_transformers.config import TransformersConfig
+from d9d_transformers.library import library
 from d9d_transformers.mixing import own_value, parts_of
 from d9d_transformers.structure import Parts
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.steps = nn.Parameter(torch.arange(4.0))
+        self.register_buffer("offset", torch.zeros(3))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden * self.scale
@@ -121,7 +124,8 @@ def test_modules_that_mix_tokens_are_told_from_others(found: Any) -> None:
     # The second module that mixes tokens is not reached in a layer, so Shift is known from the first layer.
     assert parts.mixers == {"Shift", "ShiftMore"}
     assert parts.others == {"Layer", "Another", "Own"}
-    assert parts.constants == {("Own", "scale"): 2.0}
+    assert parts.constants == {("Own", "scale"): 2.0, ("Own", "offset"): 0.0}
+    assert library().AttentionInterface()["d9d_own_value"] is own_value
     assert parts.routers == {}
     ids = list(range(12))
     assert base.calls[:2] == [([[one + 3 for one in ids]], [ids], False, torch.float32)] * 2
@@ -132,6 +136,13 @@ def test_modules_that_mix_tokens_are_told_from_others(found: Any) -> None:
 def test_a_layer_that_mixes_tokens_itself_is_a_mixer(found: Any) -> None:
     parts = found(Base([Layer(Own(), inside=lambda hidden: hidden.cumsum(1)), Another(Own())]))
     assert (parts.mixers, parts.others) == ({"Layer"}, {"Own", "Another"})
+
+
+def test_values_that_differ_between_modules_of_a_class_are_no_constants(found: Any) -> None:
+    base = Base([Layer(Own()), Layer(Own())])
+    with torch.no_grad():
+        base.layers[1].part0.scale.fill_(3.0)  # type: ignore[union-attr, operator]
+    assert found(base).constants == {("Own", "offset"): 0.0}
 
 
 def test_without_mixers_all_classes_are_others(found: Any) -> None:
@@ -192,7 +203,7 @@ def test_a_small_model_that_is_large_is_refused(found: Any, monkeypatch: pytest.
     base = Base([Layer(Own())])
     monkeypatch.setattr(mixing, "_LARGEST", sum(parameter.numel() for parameter in base.parameters()) - more)
     if more:
-        with pytest.raises(BuildError, match="examines a small llama .*, but the smallest has 68 parameters, too many"):
+        with pytest.raises(BuildError, match="examines a small llama .*, but the smallest has 72 parameters, too many"):
             found(base)
     else:
         assert found(base).mixers == set()

@@ -23,8 +23,8 @@ class Experts(nn.Module):
         self.inner = nn.Linear(FEATURES, EXPERTS, bias=False)
         self.scale = nn.Parameter(torch.ones(EXPERTS))
 
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return hidden * weights.sum(1, keepdim=True) + 0 * index.sum()
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, scale: int = 1) -> Tensor:
+        return scale * hidden * weights.sum(1, keepdim=True) + 0 * index.sum()
 
 
 class Block(nn.Module):
@@ -55,7 +55,8 @@ class Block(nn.Module):
         if self.given.get("by_keyword"):
             out: Tensor = self.experts(hidden, weights=weights, index=index)
             return out
-        result: Tensor = self.experts(hidden, index, weights)
+        others = (1,) if self.given.get("others") else ()
+        result: Tensor = self.experts(hidden, index, weights, *others)
         return result
 
 
@@ -93,6 +94,7 @@ def found(*blocks: nn.Module) -> dict[str, RouterFacts]:
         ({}, None),
         ({"normed": True}, None),
         ({"linear_bias": True}, None),
+        ({"others": True}, None),
         ({"selection": True}, "selection"),
         ({"selection": True, "numbered": False}, "selection"),
         ({"chosen": 3, "normed": True}, None),
