@@ -196,6 +196,14 @@ def test_a_tied_head_in_files_has_to_equal_the_embedding() -> None:
     assert duplicate.otherwise == text
 
 
+def test_a_tied_head_is_renamed_with_its_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions(monkeypatch, renamed("table", "embed_tokens"), renamed("output", "lm_head"))
+    config = small("llama", tie_word_embeddings=True)
+    memory = {name: one for name, one in memory_of(config).items() if name != "lm_head.weight"}
+    files = {name.replace("embed_tokens", "table"): one for name, one in memory.items()}
+    assert_equal(passed(config, files), memory)
+
+
 @pytest.mark.parametrize("outer", ["language_model.model", "model.language_model", "model.text_model"])
 def test_names_inside_the_files_of_a_larger_model(outer: str) -> None:
     config = small("llama")
