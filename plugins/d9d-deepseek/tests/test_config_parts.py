@@ -115,7 +115,7 @@ def test_a_config_json_has_the_sizes_of_attention_and_of_experts() -> None:
         "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": False,
         "routed_scaling_factor": 1.5, "head_dim": 8, "attention_bias": True, "rope_interleave": True,
         "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 2,
-        "mtp_hidden_states_first": True,
+        "mtp_hidden_states_first": True, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
     }  # fmt: skip
     assert {name: written[name] for name in expected} == expected
     assert FORM.config_from_json(written) == config
@@ -149,3 +149,18 @@ def test_files_with_the_hidden_state_first_say_so() -> None:
         FORM.importer(turned_on, found)
     FORM.importer(changed(mtp={"depths": 0}), found)
     FORM.importer(changed(mtp={"depths": 1, "first": "hidden"}), found)
+
+
+SMALLEST = {
+    "q_lora_rank": 1, "kv_lora_rank": 1, "v_head_dim": 1, "intermediate_size": 1, "num_experts": 1,
+    "experts_per_token": 1, "moe_intermediate_size": 1, "num_shared_experts": 1, "num_groups": 1, "top_groups": 1,
+    "first_expert_layer": 0,
+}  # fmt: skip
+
+
+def test_the_smallest_sizes_are_accepted_and_smaller_ones_are_not() -> None:
+    config = changed(**SMALLEST)
+    assert {name: getattr(config, name) for name in SMALLEST} == SMALLEST
+    for name, size in SMALLEST.items():
+        with pytest.raises(ValidationError, match=name):
+            changed(**SMALLEST | {name: size - 1})

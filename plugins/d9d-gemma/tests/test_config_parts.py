@@ -12,6 +12,7 @@ from d9d_gemma.hugging_face import GemmaHuggingFace
 from d9d_gemma.model import GemmaBlock
 from d9d_gemma.presets import PRESETS
 from d9d_nn.decoder.costs import dense_cost
+from pydantic import ValidationError
 
 FORM = GemmaHuggingFace()
 SIZES: dict[str, Any] = {
@@ -114,6 +115,7 @@ def test_fields_that_are_written() -> None:
             "query_pre_attn_scalar": 24, "sliding_window": 4, "final_logit_softcapping": 3.0, "attention_bias": False,
             "attn_logit_softcapping": 2.0 if generation == 2 else None, "pad_token_id": None,
             "model_type": "gemma2" if generation == 2 else "gemma3_text",
+            "architectures": [f"Gemma{generation}ForCausalLM"],
         }  # fmt: skip
         assert {name: data[name] for name in expected} == expected
     assert FORM.example("gemma2") == tiny(2)
@@ -134,3 +136,18 @@ def test_presets_have_the_published_windows_positions_and_caps() -> None:
     }  # fmt: skip
     layers = GemmaConfig.model_validate({"preset": "3-4b"}).layer_types
     assert layers == ("sliding_attention",) * 5 + ("full_attention",)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"query_pre_attn_scalar": -1},
+        {"logit_softcap": 0},
+        {"logit_softcap": float("inf")},
+        {"score_softcap": 0},
+        {"score_softcap": float("inf")},
+    ],
+)
+def test_numbers_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(fields))):
+        changed(2, **fields)

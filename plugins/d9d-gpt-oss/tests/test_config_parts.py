@@ -9,6 +9,7 @@ from d9d_gpt_oss.config import GptOssConfig, tiny
 from d9d_gpt_oss.hugging_face import GptOssHuggingFace
 from d9d_gpt_oss.model import GptOss
 from d9d_nn.rope.scaling import YarnScaling
+from pydantic import ValidationError
 
 FORM = GptOssHuggingFace()
 
@@ -57,7 +58,8 @@ def test_fields_that_are_written() -> None:
     expected = {
         "intermediate_size": 24, "num_local_experts": 8, "sliding_window": 4, "num_experts_per_tok": 2, "head_dim": 8,
         "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": False, "experts_per_token": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", "full_attention"], "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
     }  # fmt: skip
     assert {name: data[name] for name in expected} == expected
     assert FORM.own_fields(tiny()) == {}
@@ -110,3 +112,16 @@ def test_presets_have_the_published_sizes(preset: str, layers: int, experts: int
         "rope_scaling": YarnScaling(factor=32.0, original_max_positions=4096, truncate=False),
     }  # fmt: skip
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_the_smallest_sizes_are_accepted_and_smaller_ones_are_not() -> None:
+    smallest = {"sliding_window": 1, "intermediate_size": 1, "num_experts": 1, "experts_per_token": 1}
+    config = changed(**smallest)
+    assert {name: getattr(config, name) for name in smallest} == smallest
+    assert changed(rope_theta=1.5).rope_theta == 1.5
+    for name in smallest:
+        with pytest.raises(ValidationError, match=name):
+            changed(**smallest | {name: 0})
+    for fields in ({"rope_theta": 1.0}, {"rms_norm_eps": 0}, {"swiglu_alpha": float("inf")}):
+        with pytest.raises(ValidationError, match=next(iter(fields))):
+            changed(**fields)

@@ -102,6 +102,7 @@ def test_fields_that_are_written() -> None:
     for family, fields in expected.items():
         data = form_of(family).config_json(changed(family), "float32")
         assert {name: data[name] for name in fields} == fields
+        assert (data["model_type"], data["architectures"]) == (family.lower(), [f"{family}ForCausalLM"])
     plain = form_of("Glm").config_json(changed("Glm", partial_rotary_factor=0.25), "float32")
     assert plain["rope_parameters"]["partial_rotary_factor"] == 0.25
     assert not plain["rope_scaling"]
@@ -145,3 +146,9 @@ def test_presets_have_the_published_positions_and_bases() -> None:
             factor=32.0 if preset in ("1b", "3b") else 8.0, original_max_positions=8192, low_freq_factor=1.0,
             high_freq_factor=4.0,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.25])
+def test_shares_out_of_range_are_refused(share: float) -> None:
+    with pytest.raises(ValidationError, match="partial_rotary_factor"):
+        changed("Glm", partial_rotary_factor=share)

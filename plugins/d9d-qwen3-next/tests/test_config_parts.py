@@ -136,6 +136,11 @@ def test_fields_that_are_written(name: str) -> None:
     of_experts = {"shared_expert_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
     expected |= {"intermediate_size": 48} if name == "qwen3_5" else of_experts
     assert {field: data[field] for field in expected} == expected
+    named = {
+        "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"), "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+        "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    }  # fmt: skip
+    assert (data["model_type"], *data["architectures"]) == named[name]
     assert data["rope_parameters"]["partial_rotary_factor"] == 0.5
     assert "mtp_num_hidden_layers" not in data
     fixed = {"intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"} & data.keys()
@@ -206,3 +211,23 @@ def test_experts_of_qwen3_5_are_always_renormalised_in_all_layers() -> None:
         with pytest.raises(ValidationError, match=next(iter(fields))):
             changed("qwen3_5_moe", **fields)
     assert isinstance(changed("qwen3_5_moe"), Qwen35MoeConfig)
+
+
+def test_the_smallest_sizes_are_accepted_and_smaller_ones_are_not() -> None:
+    mixers = {
+        "linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 1, "linear_value_head_dim": 1,
+        "linear_conv_kernel_dim": 2,
+    }  # fmt: skip
+    for name, smallest in (
+        ("qwen3_5", {"intermediate_size": 1}),
+        ("qwen3_next", {"shared_expert_intermediate_size": 1}),
+    ):
+        sizes = mixers | smallest
+        config = changed(name, **sizes)
+        assert {field: getattr(config, field) for field in sizes} == sizes
+        for field, size in sizes.items():
+            with pytest.raises(ValidationError, match=field):
+                changed(name, **sizes | {field: size - 1})
+    for share in (0, 1.5):
+        with pytest.raises(ValidationError, match="partial_rotary_factor"):
+            changed(partial_rotary_factor=share)

@@ -131,3 +131,14 @@ def test_presets_have_the_published_sizes() -> None:
         "235b-a22b": (4096, 12288, 94, 64, 4, False, 1536, 128, 8),
     }  # fmt: skip
     assert found.keys() == PRESETS.keys() | MOE_PRESETS.keys()
+
+
+def test_the_smallest_sizes_are_accepted_and_smaller_ones_are_not() -> None:
+    smallest = {"num_experts": 1, "experts_per_token": 1, "moe_intermediate_size": 1}
+    assert changed(**smallest).intermediate_size == 1
+    for name in smallest:
+        with pytest.raises(ValidationError, match=name):
+            changed(**smallest | {name: 0})
+    for capacity in (0, -1.0, float("inf")):
+        with pytest.raises(ValidationError, match="capacity"):
+            changed(capacity=capacity)
