@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from d9d_core.cost import Share
+from d9d_core.errors import CheckpointError
 from d9d_core.model import Stage
 from d9d_moe.costs import mixture
 from d9d_nn.decoder.costs import dense_cost, swiglu_cost
 from d9d_qwen3.config import Qwen3Config
 from d9d_qwen3.config import tiny as tiny_dense
 from d9d_qwen3.costs import feed_forward, stage_cost
+from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
 from d9d_qwen3.moe_config import Qwen3MoeConfig, tiny
 from d9d_qwen3.presets import MOE_PRESETS, PRESETS
 from pydantic import ValidationError
@@ -142,3 +144,52 @@ def test_the_smallest_sizes_are_accepted_and_smaller_ones_are_not() -> None:
     for capacity in (0, -1.0, float("inf")):
         with pytest.raises(ValidationError, match="capacity"):
             changed(capacity=capacity)
+
+
+FILE: dict[str, Any] = {
+    "intermediate_size": 1, "moe_intermediate_size": 2, "num_experts_per_tok": 3, "num_experts": 4,
+    "num_hidden_layers": 6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "changed_fields"),
+    [
+        ({}, {}),
+        ({"norm_topk_prob": True, "mlp_only_layers": None}, {"renormalise": True}),
+        ({"num_local_experts": 4}, {}),
+        ({"decoder_sparse_step": 2}, {"dense_layers": (0, 2, 4)}),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, {"dense_layers": (0, 1, 2, 3, 4)}),
+        ({"mlp_only_layers": [1, 5]}, {"dense_layers": (1, 5)}),
+        ({"use_sliding_window": True}, {"sliding_window": 4096}),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, {"sliding_window": 8}),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 6}, {"sliding_window": 4096}),
+        ({"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 3}, {}),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 3}, {}),
+        ({"layer_types": ["full_attention"] * 6, "head_dim": 16, "attention_bias": True}, {"head_dim": 16}),
+    ],
+)
+def test_fields_of_a_config_json_with_experts(fields: dict[str, Any], changed_fields: dict[str, Any]) -> None:
+    expected = {
+        "intermediate_size": 1, "moe_intermediate_size": 2, "num_experts": 4, "experts_per_token": 3,
+        "renormalise": False, "dense_layers": (), "attention_bias": "attention_bias" in fields, "head_dim": 0,
+        "sliding_window": None,
+    }  # fmt: skip
+    assert Qwen3MoeHuggingFace().special_fields(FILE | fields) == expected | changed_fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_local_experts": 5}, "num_local_experts is 5 and num_experts is 4; both are the number of experts"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; set it to a positive integer"),
+        ({"decoder_sparse_step": True}, "decoder_sparse_step is True"),
+        ({"decoder_sparse_step": "1"}, "decoder_sparse_step is '1'"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers is 1 and the window is 4096"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types has .*, but all layers of qwen3_moe are full"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, "all layers of .* are sliding_attention"),
+    ],
+)  # fmt: skip
+def test_a_config_json_with_experts_that_contradicts_itself_is_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        Qwen3MoeHuggingFace().special_fields(FILE | fields)
