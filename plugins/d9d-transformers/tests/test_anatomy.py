@@ -77,6 +77,7 @@ def test_the_calls_of_experts_that_d9d_computes() -> None:
         "mlp.gate", "other", 4, (Parameter("weight", (4, 32), "other"),)
     )  # fmt: skip
     assert (router.measured.flops, router.measured.keeps_input) == (2 * 32 * 4, True)
+    assert 0 < router.measured.kept < 2 * 32  # without the input and the weight
 
 
 def test_the_calls_of_other_experts_and_of_parameters_without_a_call() -> None:
@@ -101,7 +102,8 @@ def test_the_calls_of_another_token_mixer() -> None:
     found = anatomy(example("lfm2"), 2)
     assert (found.kind, len(found.kept)) == ((0, 0, 1, 0), 2)
     assert found.mixers == ("model.layers.0.conv", "model.layers.1.conv", "model.layers.3.conv")
-    assert [call.path for call in found.kinds[0][:3]] == ["operator_norm", "conv", "ffn_norm"]
+    paths = ["operator_norm", "conv", "ffn_norm", "feed_forward.w1", "feed_forward.w3", "feed_forward.w2"]
+    assert [call.path for call in found.kinds[0]] == paths
     mixer = found.kinds[0][1]
     assert (mixer.kind, mixer.style, mixer.reads, mixer.writes, mixer.in_part) == ("other", GATHERED, 1, 2, False)
     assert set(mixer.parameters) == {
