@@ -161,3 +161,77 @@ def test_without_balancing_routers_are_not_observed() -> None:
     observed = balances(built(config_of("qwen3_moe")))
     assert observed
     assert not observed[0].loss_terms()
+
+
+class Repeated:
+    """Share of a rank whose neighbour has the same positions."""
+
+    def __init__(self) -> None:
+        self.gathered: list[tuple[int, ...]] = []
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        self.gathered.append(tuple(tensor.shape))
+        return torch.cat([tensor, tensor], dim=1)
+
+
+def alone(*balancing: Any, bias: bool = False) -> tuple[Balance, torch.nn.ModuleDict]:
+    """Balance of 4 experts, of which 2 compute a token, and the module that contains its router."""
+    torch.manual_seed(0)
+    parent = torch.nn.ModuleDict({"gate": torch.nn.Linear(6, 4, bias=bias), "inner": torch.nn.Module()})
+    parent["inner"].register_buffer("bias", torch.zeros(4, dtype=torch.bfloat16))
+    balancers = build_balancers(config_of("qwen3_moe", *balancing).balancing or ())
+    return Balance(4, 2, balancers, parent, RouterFacts("gate", "softmax", "inner.bias")), parent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_balance_scores_all_experts_again_in_a_wide_dtype(dtype: torch.dtype, bias: bool) -> None:
+    balance, parent = alone("z_loss", bias=bias)
+    hidden = torch.randn(6, 6).to(dtype)
+    indices = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]])
+    weights = torch.rand(6, 2)
+    balance.samples = 2
+    assert torch.equal(balance(hidden, indices, weights), weights)
+    gate: Any = parent["gate"]
+    wide = torch.promote_types(dtype, torch.float32)
+    logits = hidden.to(wide) @ gate.weight.to(wide).T + (gate.bias.to(wide) if bias else 0)
+    expected = logits.logsumexp(1).square().sum()
+    (found,) = balance.loss_sums().values()
+    torch.testing.assert_close(found, expected, check_dtype=False, rtol=1e-5, atol=1e-5)
+    assert balance.tallies()["expert_tokens"].tolist() == [3, 3, 3, 3]
+
+
+def test_ranks_of_tp_count_all_positions_sample_by_sample() -> None:
+    balance, _ = alone("z_loss")
+    share = Repeated()
+    balance.see_sequence(share)  # type: ignore[arg-type]
+    balance.samples = 2
+    balance.padding = torch.tensor([False, False, False, True] * 2)
+    indices = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])
+    balance(torch.randn(4, 6), indices, torch.rand(4, 2))
+    assert share.gathered == [(2, 2, 4), (2, 2, 2)]
+    # Of the positions 0, 1, 0, 1 of the first sample and 2, 3, 2, 3 of the second one, the last ones are padding.
+    assert balance.tallies()["expert_tokens"].tolist() == [2 + 1, 2 + 1, 1 + 2, 2 + 1]
+    assert balance.tallies()["tokens"] == 6
+
+
+def test_a_selection_bias_is_updated_in_float32() -> None:
+    balance, parent = alone(UPDATE)
+    bias = parent["inner"].get_buffer("bias")
+    assert bias.dtype == torch.float32
+    balance.adapt({"expert_tokens": torch.tensor([0, 8, 4, 4])}, torch.tensor(True))
+    torch.testing.assert_close(bias, torch.tensor([0.01, -0.01, 0.0, 0.0]))
+    without, parent = alone("z_loss")
+    assert list(without.adapts_to()) == []
+    without.adapt({}, torch.tensor(True))
+    assert parent["inner"].get_buffer("bias").dtype == torch.bfloat16
+
+
+def test_two_balancers_of_one_bias_are_refused() -> None:
+    balancers = build_balancers(config_of("qwen3_moe", UPDATE).balancing or ())
+    parent = torch.nn.ModuleDict({"gate": torch.nn.Linear(6, 4)})
+    with pytest.raises(BuildError, match="two balancers update the selection bias; keep one of them"):
+        Balance(4, 2, [*balancers, *balancers], parent, RouterFacts("gate", "softmax", "gate.bias"))
+    with pytest.raises(BuildError, match="the router of ModuleDict has no buffer that biases the selection"):
+        Balance(4, 2, balancers, parent, RouterFacts("gate", "softmax", "gate.bias"))  # a parameter
+    assert Balance(4, 2, (), parent, RouterFacts("gate", "softmax", None)).samples == 1

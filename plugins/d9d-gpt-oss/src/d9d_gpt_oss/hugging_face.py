@@ -83,7 +83,7 @@ class GptOssHuggingFace(DecoderFormat[GptOssConfig]):
                 )
         given = {name: data[again] for again, name in _AGAIN.items() if data.get(again) is not None}
         rope = {} if data.get("rope_parameters") or data.get("rope_scaling") else {"rope_scaling": _YARN}
-        return super().config_from_json({**_ABSENT, **rope, **given, **data})
+        return super().config_from_json({**_ABSENT, **rope, **data, **given})
 
     def own_fields(self, config: GptOssConfig) -> dict[str, Any]:
         """Config fields that transformers does not have: balancing and capacity."""
