@@ -114,3 +114,15 @@ def test_attacks_differ_and_texts_to_indent_have_lines() -> None:
     indented = [template for name, template in ATTACKS.items() if name.startswith("indent")]
     assert len(indented) == 2
     assert all(template.startswith("{% set long = 'a\\n' * 5592405 %}") for template in indented)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("integer", [0, 1, 2, 3, 4, 8, 16, 1000, 2**31, 2**40]), ("number", [0, 1e-3, 0.1, 0.5, 1, 10, 1e9]),
+        ("string", ["", "a", "eval/loss", "cpu", "cuda", "bytes", "/nowhere"]),
+    ],
+)  # fmt: skip
+def test_values_at_limits_are_drawn_often(kind: str, values: list[Any]) -> None:
+    strategy: Any = schema_values({"type": kind})
+    assert list(strategy.original_strategies[0].elements) == values
