@@ -15,8 +15,11 @@ import torch
 from d9d_core import events as ev
 from d9d_core.errors import LaunchError
 from d9d_testing import collectives
+from d9d_testing.suites import fresh
+from d9d_testing.suites import launcher as launcher_suite
 from d9d_testing.suites import model as model_suite
 from d9d_testing.suites import peft as peft_suite
+from d9d_testing.suites import plugin as plugin_suite
 from d9d_testing.suites import subscriber as subscriber_suite
 from d9d_testing.suites import tracker as tracker_suite
 from d9d_testing.suites.dataset import DatasetSuite
@@ -24,6 +27,7 @@ from d9d_testing.suites.inference.task import InferenceTaskSuite
 from d9d_testing.suites.launcher import LauncherSuite, Started
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.suites.peft import PeftSuite
+from d9d_testing.suites.plugin import PluginSuite
 from d9d_testing.suites.schedule import ScheduleSuite
 from d9d_testing.suites.strategy import StrategySuite
 from d9d_testing.suites.subscriber import SubscriberSuite
@@ -396,6 +400,102 @@ def test_hostile_texts_arrive_in_one_run(tmp_path: Path, monkeypatch: pytest.Mon
     check(4, "the options .* arrive as ..run..", arguments=("run",))
 
 
+def test_identifiers_that_are_malformed_or_unknown_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``cancel`` and by ``status``, without a command."""
+
+    def launcher(fails: Any, state: str = "unknown") -> Any:
+        def call(name: str) -> Any:
+            def called(identifier: str, *more: Any) -> Any:
+                if fails(name, identifier):
+                    raise LaunchError("no")
+                assert not more or more == (tmp_path, 3)
+                return SimpleNamespace(state=state)
+
+            return called
+
+        return SimpleNamespace(cancel=call("cancel"), status=call("status"))
+
+    def suite(fails: Any, calls: Any = (), state: str = "unknown") -> Any:
+        made = Launches()
+        made.build = lambda **_: launcher(fails, state)  # type: ignore[method-assign]
+        made.unknown = lambda _stand_ins: "4711"  # type: ignore[method-assign]
+        made.stand_ins = lambda *_: SimpleNamespace(  # type: ignore[method-assign]
+            first_in_path=lambda _monkeypatch: None, calls=lambda: list(calls)
+        )
+        return made
+
+    suite(lambda *_: True).test_malformed_identifiers_reach_no_command(tmp_path, monkeypatch)
+    for name in ("cancel", "status"):
+        with pytest.raises(AssertionError, match=rf"{name}\(.*\) raises no LaunchError"):
+            suite(lambda call, _, name=name: call != name).test_malformed_identifiers_reach_no_command(
+                tmp_path, monkeypatch
+            )
+    last = launcher_suite._MALFORMED[-1]
+    with pytest.raises(AssertionError, match="raises no LaunchError"):
+        suite(lambda _, text: text != last).test_malformed_identifiers_reach_no_command(tmp_path, monkeypatch)
+    with pytest.raises(AssertionError, match=r"a malformed identifier reaches \[\['batch'\]\]; check it first"):
+        suite(lambda *_: True, [["batch"]]).test_malformed_identifiers_reach_no_command(tmp_path, monkeypatch)
+    suite(lambda *_: True).test_an_unknown_submission_is_told(tmp_path, monkeypatch)
+    suite(lambda call, _: call == "cancel").test_an_unknown_submission_is_told(tmp_path, monkeypatch)
+    with pytest.raises(AssertionError, match="status.. of a submission that the engine does not know is 'running'"):
+        suite(lambda call, _: call == "cancel", state="running").test_an_unknown_submission_is_told(
+            tmp_path, monkeypatch
+        )
+    with pytest.raises(AssertionError, match="cancel.. of a submission that the engine does not know raises no"):
+        suite(lambda call, _: call == "status").test_an_unknown_submission_is_told(tmp_path, monkeypatch)
+
+
+def test_a_submission_is_prepared_without_files_calls_and_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def suite(prepared: Any, calls: Any = ()) -> Any:
+        made = Launches()
+        made.exports = {"export": ["D9D_SECRET"]}  # type: ignore[misc]
+        made.prepared = prepared  # type: ignore[method-assign]
+        made.stand_ins = lambda *_: SimpleNamespace(calls=lambda: list(calls))  # type: ignore[method-assign]
+        return made
+
+    def submission(**files: str) -> Any:
+        named = {tmp_path / "folder" / name: text for name, text in files.items()}
+        return SimpleNamespace(files=named, command=("run", "it"))
+
+    sound = suite(lambda request, **_: submission(script="run"))
+    sound.test_a_submission_is_prepared_without_the_engine_and_writes_nothing(tmp_path, monkeypatch)
+    sound.test_files_of_a_submission_lie_in_its_folder(tmp_path)
+    sound.test_no_variable_of_the_environment_is_in_a_submission(tmp_path, monkeypatch)
+
+    def writes(request: Any, **_: Any) -> Any:
+        (tmp_path / "file").touch()
+        return submission()
+
+    with pytest.raises(AssertionError, match="prepare.. writes .*file.*; only return the texts"):
+        suite(writes).test_a_submission_is_prepared_without_the_engine_and_writes_nothing(tmp_path, monkeypatch)
+    with pytest.raises(AssertionError, match=r"prepare.. runs \[\['batch'\]\]; leave that to submit"):
+        suite(
+            lambda request: submission(), [["batch"]]
+        ).test_a_submission_is_prepared_without_the_engine_and_writes_nothing(tmp_path, monkeypatch)
+    for name in ("job.yaml", "submission.json"):
+        with pytest.raises(AssertionError, match=f"{name} would replace a file of d9d launch"):
+            suite(lambda request, name=name: submission(**{name: ""})).test_files_of_a_submission_lie_in_its_folder(
+                tmp_path
+            )
+    outside = SimpleNamespace(files={tmp_path / "x": ""}, command=())
+    with pytest.raises(AssertionError, match="x is not in .*folder"):
+        suite(lambda request: outside).test_files_of_a_submission_lie_in_its_folder(tmp_path)
+    for secret in launcher_suite._SECRETS:
+        value = f"value-of-{secret}"
+        for leaks in (
+            submission(script=f"export {value}"), SimpleNamespace(files={}, command=("run", value)),
+            SimpleNamespace(files={tmp_path / value: ""}, command=()),
+        ):  # fmt: skip
+            for when in (True, False):  # with a variable to export, and without
+                made = suite(
+                    lambda request, leaks=leaks, when=when, **fields: leaks if bool(fields) == when else submission()
+                )
+                with pytest.raises(AssertionError, match=f"the submission has the value of {secret}"):
+                    made.test_no_variable_of_the_environment_is_in_a_submission(tmp_path, monkeypatch)
+
+
 # --- models, fine-tuning methods, strategies, schedules, tasks and datasets
 
 
@@ -595,3 +695,81 @@ def test_functions_of_scripts_are_found_without_running_the_script_as_main(tmp_p
     finally:
         for name in set(sys.modules) - before:
             del sys.modules[name]
+
+
+def test_modules_are_imported_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    answer = SimpleNamespace(returncode=0, stderr="")
+
+    def run(command: list[str], **options: Any) -> Any:
+        asked.append((command[:2], json.loads(options.pop("input")), options))
+        return answer
+
+    monkeypatch.setattr(fresh.subprocess, "run", run)
+    answer.stdout = 'a warning\n{"a": [12.5, ["a", "torch", "b"]], "c": [1.0, []]}\n'
+    found = fresh.import_fresh("a", "c")
+    assert found == {
+        "a": fresh.ImportFacts(12.5, frozenset({"a", "torch", "b"})), "c": fresh.ImportFacts(1.0, frozenset()),
+    }  # fmt: skip
+    assert (found["a"].heavy, found["c"].heavy) == (["torch"], [])
+    assert asked == [
+        ([sys.executable, "-c"], [sys.path, ["a", "c"]], {"capture_output": True, "text": True, "check": False})
+    ]
+    answer.returncode, answer.stderr = 1, "no module named a"
+    with pytest.raises(AssertionError, match="no module named a"):
+        fresh.import_fresh("a")
+
+
+def test_tokens_of_the_core_and_fields_without_a_text_are_known() -> None:
+    tokens = (
+        "mesh:tp",
+        "mesh:xy",
+        "model:blocks",
+        "model:wheels",
+        "device:cuda>=9",
+        "device:",
+        "import:x",
+        "acme:x",
+        "x",
+    )
+    found = [token for token in tokens if plugin_suite._is_core_token(token)]
+    assert found == ["mesh:tp", "model:blocks", "device:cuda>=9", "import:x"]
+    schema = {
+        "properties": {"a": {"description": "A."}, "b": {"description": " "}, "c": {}},
+        "$defs": {"Inner": {"properties": {"d": {}}}},
+    }
+    assert list(plugin_suite._undocumented(schema, "Config")) == [("Config", "b"), ("Config", "c"), ("Inner", "d")]
+    assert list(plugin_suite._undocumented({}, "Config")) == []
+
+
+@pytest.mark.parametrize(("summary", "fine"), [("x" * 100, True), ("x" * 101, False), ("a\nb", False), ("a", True)])
+def test_summaries_have_one_line_of_100_characters(summary: str, fine: bool) -> None:
+    suite = PluginSuite()
+    suite._entries = lambda: [SimpleNamespace(spec=SimpleNamespace(summary=summary))]  # type: ignore[method-assign]
+    if fine:
+        suite.test_summaries_are_one_line()
+    else:
+        with pytest.raises(AssertionError, match="the summary must be one line of at most 100 characters"):
+            suite.test_summaries_are_one_line()
+
+
+def test_the_stated_plugin_api_is_one_that_core_offers() -> None:
+    oldest, newest = plugin_suite.OLDEST_API, plugin_suite.NEWEST_API
+    suite = PluginSuite()
+    suite.plugin = "acme.plugin"  # type: ignore[misc]
+    for stated, says in (
+        (oldest, None), (newest, None), (oldest - 1, "this d9d-core offers"), (newest + 1, "this d9d-core offers"),
+        (None, f"acme.plugin: D9D_API is None; write D9D_API = {newest}"), (float(newest), "write D9D_API"),
+    ):  # fmt: skip
+        suite._module = lambda stated=stated: SimpleNamespace(D9D_API=stated)  # type: ignore[method-assign]
+        if says is None:
+            suite.test_declares_its_plugin_api()
+        else:
+            with pytest.raises(AssertionError, match=says):
+                suite.test_declares_its_plugin_api()
+    suite._module = SimpleNamespace  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="D9D_API is None"):
+        suite.test_declares_its_plugin_api()
+    suite._entries = list  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="acme.plugin declares no records; are its hooks decorated with @hookimpl"):
+        suite.test_registers_at_least_one_record()
