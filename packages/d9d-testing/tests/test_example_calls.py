@@ -59,6 +59,7 @@ def test_calls_of_layers_have_the_shapes_of_their_sizes() -> None:
     call = calls.swiglu((3, 5), 16, 24)
     assert shapes(call) == {"x": (3, 5, 16), "gate_weight": (24, 16), "up_weight": (24, 16), "down_weight": (16, 24)}
     assert torch.equal(call.inputs["gate_weight"], draw(24, 16, seed=1) / 4)
+    assert torch.equal(call.inputs["up_weight"], draw(24, 16, seed=2) / 4)
     torch.testing.assert_close(call.inputs["down_weight"], draw(16, 24, seed=3) / 24**0.5)
     assert (call.name, call.static) == ("x [3, 5, 16], 24 inside", {"hidden": 16, "features": 24})
     for adds, said in ((True, "as much"), (False, "nothing")):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.errors import LaunchError
+from d9d_core.plugin import Spec
 from d9d_testing import collectives
 from d9d_testing.suites import fresh
 from d9d_testing.suites import launcher as launcher_suite
@@ -32,6 +33,7 @@ from d9d_testing.suites.schedule import ScheduleSuite
 from d9d_testing.suites.strategy import StrategySuite
 from d9d_testing.suites.subscriber import SubscriberSuite
 from d9d_testing.suites.support import model_matrices
+from d9d_testing.suites.support.component import registry_of
 from d9d_testing.suites.support.ops import KNOWN_OPS
 from d9d_testing.suites.task import TaskSuite
 from d9d_testing.suites.tracker import TrackerSuite
@@ -773,3 +775,53 @@ def test_the_stated_plugin_api_is_one_that_core_offers() -> None:
     suite._entries = list  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="acme.plugin declares no records; are its hooks decorated with @hookimpl"):
         suite.test_registers_at_least_one_record()
+
+
+def test_a_library_that_a_record_requires_may_be_absent_on_this_platform() -> None:
+    def missing(name: str) -> Any:
+        def load() -> Any:
+            raise ModuleNotFoundError("absent", name=name)
+
+        return SimpleNamespace(load=load)
+
+    class Declared(Spec):
+        def refs(self) -> Any:
+            return references
+
+    references: dict[str, Any] = {}
+    entry: Any = SimpleNamespace(spec=Declared(name="part", summary="Part.", requires={"import:absentlib.part"}))
+
+    def problems(**found: Any) -> list[str]:
+        references.clear()
+        references.update(found)
+        return list(plugin_suite._reference_problems(entry))
+
+    assert problems(build=missing("absentlib")) == []
+    (problem,) = problems(build=missing("otherlib"))
+    assert problem.endswith(" does not load: ModuleNotFoundError('absent')")
+    (problem,) = problems(build=SimpleNamespace(load=lambda: 3), config=SimpleNamespace(load=lambda: 3))
+    assert problem.endswith("is a int, which is not callable")
+
+
+def test_children_whose_outputs_add_up_to_a_change_are_found() -> None:
+    start, big = torch.ones(2, 3), torch.tensor([[1e6, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    parts = {"input": start, "a": torch.full((2, 3), 2.0), "b": torch.full((2, 3), 3.0), "c": torch.full((2, 3), 7.0)}
+    for change, chosen in ((3.0, ("b",)), (5.0, ("a", "b")), (12.0, ("a", "b", "c")), (4.0, ())):
+        assert model_matrices._summands({"": start + change, **parts}) == chosen
+    # Differences are as large as the rounding of the largest number.
+    rounded = {"": big, "input": torch.zeros(2, 3), "a": big + 5}
+    assert model_matrices._summands(rounded) == ("a",)
+    assert model_matrices._summands({**rounded, "a": big + 20}) == ()
+    assert model_matrices._summands({**rounded, "input": torch.zeros(2)}) == ()
+
+
+def test_a_single_file_is_a_plugin_of_a_suite(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from d9d_core.plugin import *\n"
+        "class Config: pass\n"
+        "@hookimpl\n"
+        "def d9d_tasks():\n"
+        "    ref = Ref(f'{__name__}:Config')\n"
+        "    yield TaskSpec(name='mine', summary='x', config=ref, build=ref)\n"
+    )
+    assert registry_of(str(tmp_path / "mine.py")).find("task", "mine").spec.summary == "x"  # type: ignore[union-attr]
