@@ -34,6 +34,7 @@ from d9d_testing.suites.strategy import StrategySuite
 from d9d_testing.suites.subscriber import SubscriberSuite
 from d9d_testing.suites.support import model_matrices
 from d9d_testing.suites.support.component import registry_of
+from d9d_testing.suites.support.models import require
 from d9d_testing.suites.support.ops import KNOWN_OPS
 from d9d_testing.suites.task import TaskSuite
 from d9d_testing.suites.tracker import TrackerSuite
@@ -825,3 +826,22 @@ def test_a_single_file_is_a_plugin_of_a_suite(tmp_path: Path) -> None:
         "    yield TaskSpec(name='mine', summary='x', config=ref, build=ref)\n"
     )
     assert registry_of(str(tmp_path / "mine.py")).find("task", "mine").spec.summary == "x"  # type: ignore[union-attr]
+
+
+def test_a_model_that_does_not_claim_a_capability_is_skipped() -> None:
+    spec: Any = SimpleNamespace(name="m", provides=frozenset({"a"}))
+    require(spec, "a")
+    with pytest.raises(pytest.skip.Exception, match="^m does not claim b, c$"):
+        require(spec, "c", "a", "b")
+
+
+def test_the_last_step_of_a_job_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Trained:
+        def build(self, _say: Any, _topology: Any, observers: Any) -> Any:
+            (recorder,) = observers
+            steps = [[collectives.Call(kind, (0, 1), 4)] for kind in "abc"]
+            return SimpleNamespace(train=lambda: recorder.steps.extend(steps))
+
+    monkeypatch.setattr(collectives, "job_of", lambda _values, _plugins: Trained())
+    monkeypatch.setattr(collectives, "topology_here", lambda _job: None)
+    assert collectives.recorded_step({}, ()) == [("c", (0, 1), 4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import hashlib
 import io
@@ -504,3 +505,12 @@ def test_a_damaged_page_is_named_by_its_place(tmp_path: Path) -> None:
         DataError, match=r"is not a readable parquet file \(the header of a page at byte 4: the header has"
     ):
         list(read_records(path))
+
+
+def test_a_process_keeps_its_larger_limit_of_columns(tmp_path: Path) -> None:
+    kept = csv.field_size_limit(2**41)
+    try:
+        assert table(tmp_path / "a.csv", b"a\n1\n")[0][0][0] == {"a": "1"}
+        assert csv.field_size_limit() == 2**41
+    finally:
+        csv.field_size_limit(kept)
