@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from d9d_core import events as ev
 from d9d_core.errors import LaunchError
 from d9d_core.plugin import Spec
 from d9d_testing import collectives
+from d9d_testing.stand_ins import StandIns
 from d9d_testing.suites import fresh
 from d9d_testing.suites import launcher as launcher_suite
 from d9d_testing.suites import model as model_suite
@@ -466,6 +468,11 @@ def test_a_submission_is_prepared_without_files_calls_and_secrets(
     sound.test_a_submission_is_prepared_without_the_engine_and_writes_nothing(tmp_path, monkeypatch)
     sound.test_files_of_a_submission_lie_in_its_folder(tmp_path)
     sound.test_no_variable_of_the_environment_is_in_a_submission(tmp_path, monkeypatch)
+    paths: list[str] = []
+    suite(
+        lambda request, **_: paths.append(os.environ["PATH"]) or submission()  # type: ignore[func-returns-value]
+    ).test_a_submission_is_prepared_without_the_engine_and_writes_nothing(tmp_path, monkeypatch)
+    assert paths == [str(tmp_path / "empty")]  # no command is found there
 
     def writes(request: Any, **_: Any) -> Any:
         (tmp_path / "file").touch()
@@ -845,3 +852,13 @@ def test_the_last_step_of_a_job_is_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(collectives, "job_of", lambda _values, _plugins: Trained())
     monkeypatch.setattr(collectives, "topology_here", lambda _job: None)
     assert collectives.recorded_step({}, ()) == [("c", (0, 1), 4)]
+
+
+def test_forgotten_calls_are_no_calls(tmp_path: Path) -> None:
+    stand_ins = StandIns(tmp_path, ["run"])
+    stand_ins.forget()
+    assert stand_ins.calls() == []
+    (tmp_path / ".calls").write_text('["run", "a"]\n["stop"]\n')
+    assert (stand_ins.calls(), stand_ins.calls("stop")) == ([["run", "a"], ["stop"]], [["stop"]])
+    stand_ins.forget()
+    assert stand_ins.calls() == []
