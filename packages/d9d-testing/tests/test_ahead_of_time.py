@@ -96,7 +96,10 @@ def test_launched_kernels_and_the_functions_that_they_call_are_compiled(
     assert ran == [("used", (1, 2), (1,), True, {"BLOCK": 4})] * 2
 
 
-@pytest.mark.parametrize(("capability", "most"), [(80, 166_912), (86, 101_376), (90, 232_448), (100, 232_448)])
+@pytest.mark.parametrize(
+    ("capability", "most"),
+    [(80, 166_912), (86, 101_376), (89, 101_376), (90, 232_448), (100, 232_448), (120, 101_376)],
+)
 def test_a_kernel_that_takes_more_shared_memory_than_a_gpu_has_is_named(
     package: str, tmp_path: Path, capability: int, most: int
 ) -> None:
@@ -123,7 +126,8 @@ def test_a_new_process_compiles_and_a_failure_shows_its_output(monkeypatch: pyte
     asked: list[tuple[list[str], str]] = []
     result = SimpleNamespace(returncode=0, stdout='a warning\n{"k:f": [80]}\n', stderr="")
 
-    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
+    def run(command: list[str], env: dict[str, str], **more: Any) -> Any:
+        assert more == {"capture_output": True, "text": True, "timeout": 600, "check": False}
         asked.append((command[1:], env["TRITON_INTERPRET"]))
         return result
 
@@ -133,3 +137,10 @@ def test_a_new_process_compiles_and_a_failure_shows_its_output(monkeypatch: pyte
     result.returncode, result.stderr = 1, "does not compile"
     with pytest.raises(AssertionError, match=r"(?s)^launches of f.py:.*a warning.*does not compile"):
         ahead_of_time.compile_launches("k", "f.py", "launches")
+    result.stdout, result.stderr = "o" * 2001, "E" * 6001
+    with pytest.raises(AssertionError) as caught:
+        ahead_of_time.compile_launches("k", "f.py", "launches", (90,))
+    for letter, most in (("o", 2000), ("E", 6000)):
+        assert letter * most in str(caught.value)
+        assert letter * (most + 1) not in str(caught.value)
+    assert asked[-1][0][-2:] == ["launches", "90"]

@@ -59,6 +59,7 @@ def test_calls_of_layers_have_the_shapes_of_their_sizes() -> None:
     call = calls.swiglu((3, 5), 16, 24)
     assert shapes(call) == {"x": (3, 5, 16), "gate_weight": (24, 16), "up_weight": (24, 16), "down_weight": (16, 24)}
     assert torch.equal(call.inputs["gate_weight"], draw(24, 16, seed=1) / 4)
+    assert torch.equal(call.inputs["up_weight"], draw(24, 16, seed=2) / 4)
     torch.testing.assert_close(call.inputs["down_weight"], draw(16, 24, seed=3) / 24**0.5)
     assert (call.name, call.static) == ("x [3, 5, 16], 24 inside", {"hidden": 16, "features": 24})
     for adds, said in ((True, "as much"), (False, "nothing")):
@@ -248,3 +249,76 @@ def test_documents_of_recurrences_begin_at_random_positions(make: Any) -> None:
     assert min(row[-1] - row[0] for row in expected) >= 2
     assert ("documents" in one.inputs, packed.documents, one.documents) == (False, True, None)
     assert packed.name == f"{one.name}, several documents"
+
+
+def test_every_op_has_its_odd_shapes() -> None:
+    def first(name: str) -> list[tuple[int, ...]]:
+        return [tuple(next(iter(call.inputs.values())).shape) for call in KNOWN_OPS[name].calls()]
+
+    assert first("rms_norm") == [(3, 5, 16), (1, 2), (7, 33), (2, 3, 1, 8), (0, 8), (3000, 8)]
+    *_, many = KNOWN_OPS["rms_norm"].calls()
+    assert torch.equal(many.inputs["x"], draw(3000, 8, seed=0) + 2)
+    assert many.inputs["weight"].shape == (8,)
+    assert first("add_rms_norm") == [shape for shape in ((3, 5, 16), (1, 2), (7, 33), (0, 8)) for _ in range(2)]
+    assert ["added" in call.inputs for call in KNOWN_OPS["add_rms_norm"].calls()] == [True, False] * 4
+    assert first("silu_mul") == first("gelu_mul") == [(3, 5, 16), (1,), (7, 33), (0, 8)]
+    assert first("swiglu") == [(3, 5, 16), (16,), (7, 16), (2, 0, 16)]
+    assert first("permute") == [(5, 16), (3, 33), (1, 8), (2, 2), (2, 8), (0, 8)]
+    assert first("unpermute") == 2 * [(10, 16), (7, 33), (1, 8), (10, 2), (0, 8), (0, 8)]
+    assert [call.inputs["places"].shape[1] for call in KNOWN_OPS["permute"].calls()] == [2, 3, 1, 5, 2, 2]
+    queries = [(2, 3, 4, 8), (2, 3, 4, 8), (1, 1, 1, 2), (1, 5, 5, 20), (2, 1, 1, 16), (0, 5, 4, 8), (2, 0, 4, 8)]
+    assert first("rope") == first("normed_rope") == queries
+    assert [call.inputs["key"].shape[2] for call in KNOWN_OPS["rope"].calls()] == [2, 2, 1, 3, 4, 2, 2]
+    assert [len(call.inputs["cos"]) for call in KNOWN_OPS["rope"].calls()] == [2, 1, 1, 1, 2, 1, 2]
+    counts = [call.inputs["counts"].tolist() for call in KNOWN_OPS["grouped_linear"].calls()]
+    assert counts == [
+        [3, 0, 5, 2], [3, 0, 5, 2], [3, 0, 5, 2], [0, 0, 7], [0, 0, 7], [7, 0, 0], [4], [4], [0, 1, 0], [0, 1, 0],
+        [0, 0], [0, 0],
+    ]  # fmt: skip
+    updates = [[tuple(tensor.shape) for tensor in call.inputs.values()] for call in KNOWN_OPS["adamw"].calls()]
+    assert updates == [2 * [(3, 5), (7,), (), (0, 4)], 2 * [(33, 17)]]
+
+
+def test_ops_are_in_their_packages_and_have_random_calls() -> None:
+    of_other = {
+        "attention_block": "d9d_parallel", "permute": "d9d_moe", "unpermute": "d9d_moe", "adamw": "d9d_optim",
+    }  # fmt: skip
+    assert {name: op.package for name, op in KNOWN_OPS.items() if op.package != "d9d_nn"} == of_other
+    assert all(op.at_random is not None for op in KNOWN_OPS.values())
+
+
+@pytest.mark.parametrize("name", KNOWN_OPS)
+def test_a_slot_is_that_of_its_op_and_has_facts_of_its_calls(name: str) -> None:
+    pytest.importorskip(KNOWN_OPS[name].package)
+    call = KNOWN_OPS[name].calls()[0]
+    slot = KNOWN_OPS[name].slot(call.static)
+    assert slot.op == name
+    assert {fact: slot.static[fact] for fact in call.static if fact in slot.static}.items() <= call.static.items()
+
+
+def test_random_shapes_cover_all_sizes() -> None:
+    def drawn(name: str, get: Any) -> set[Any]:
+        make, random = KNOWN_OPS[name].at_random, Random(3)
+        assert make is not None
+        return {get(make(random)) for _ in range(900)}
+
+    sizes = {1, 2, 3, 7, 8, 16, 17, 31, 64, 65, 100, 129}
+    assert drawn("silu_mul", lambda call: call.inputs["gate"].shape[-1]) == sizes
+    assert drawn("rms_norm", lambda call: call.inputs["x"].shape[-1]) == sizes - {1}
+    assert drawn("permute", lambda call: call.inputs["tokens"].shape[-1]) == sizes
+    assert drawn("rope", lambda call: call.inputs["query"].shape[-1]) == {2 * size for size in sizes - {1}}
+    assert drawn("adamw", lambda call: call.inputs["parameter 0"].shape[0]) == sizes
+    assert drawn("adamw", lambda call: call.inputs["parameter 0"].ndim) == {1, 2, 3, 4}
+    assert drawn("linear_cross_entropy", lambda call: call.inputs["weight"].shape[0]) == (sizes | {1025}) - {1}
+    assert drawn("attention", lambda call: call.static.get("mask", "causal")) == {"causal", "bidirectional", "blocks"}
+    assert drawn("attention", lambda call: call.static["window"] is None) == {True, False}
+    windows = drawn("attention", lambda call: (call.static["window"] or 1, call.inputs["query"].shape[1]))
+    assert all(1 <= window <= length for window, length in windows)
+    assert any(window == length > 1 for window, length in windows)
+    assert drawn("rope", lambda call: len(call.inputs["cos"]) == len(call.inputs["query"])) == {True, False}
+    spread = KNOWN_OPS["linear_cross_entropy"].at_random
+    assert spread is not None
+    call = spread(Random(5))
+    features = call.inputs["hidden"].shape[-1]
+    drawn_hidden = draw(*call.inputs["hidden"].shape, seed=0) * features**-0.5
+    torch.testing.assert_close(call.inputs["hidden"], drawn_hidden)

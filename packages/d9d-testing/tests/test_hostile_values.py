@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from d9d_testing.hostile import values as values_module
 from d9d_testing.hostile.templates import ATTACKS
-from d9d_testing.hostile.values import edited, hostile_values, schema_values
+from d9d_testing.hostile.values import edited, edited_job, hostile_values, schema_values
 from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
 
 QUICK = settings(
     max_examples=3000, database=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
@@ -114,3 +116,34 @@ def test_attacks_differ_and_texts_to_indent_have_lines() -> None:
     indented = [template for name, template in ATTACKS.items() if name.startswith("indent")]
     assert len(indented) == 2
     assert all(template.startswith("{% set long = 'a\\n' * 5592405 %}") for template in indented)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("integer", [0, 1, 2, 3, 4, 8, 16, 1000, 2**31, 2**40]), ("number", [0, 1e-3, 0.1, 0.5, 1, 10, 1e9]),
+        ("string", ["", "a", "eval/loss", "cpu", "cuda", "bytes", "/nowhere"]),
+    ],
+)  # fmt: skip
+def test_values_at_limits_are_drawn_often(kind: str, values: list[Any]) -> None:
+    strategy: Any = schema_values({"type": kind})
+    assert list(strategy.original_strategies[0].elements) == values
+
+
+def test_a_job_has_at_most_one_edit_outside_of_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(values_module, "edited", lambda _job, edits: asked.append(edits) or st.just(7))  # type: ignore[func-returns-value]
+    schema = {"properties": {"a": {"type": "object", "properties": {"c": {"type": "integer"}}}}}
+    found: list[Any] = []
+
+    @FEW
+    @given(edited_job({"a": {"b": "kept"}}, schema))
+    def draw_jobs(job: Any) -> None:
+        found.append(job)
+
+    draw_jobs()
+    assert set(asked) == {1}
+    assert {"job": 7} in found
+    others = [job for job in found if job != {"job": 7}]
+    assert others
+    assert all(job["a"]["b"] == "kept" and len(job) == 1 for job in others)

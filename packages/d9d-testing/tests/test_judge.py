@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from d9d_core.errors import DataError
@@ -104,3 +105,36 @@ def test_files_outside_are_neither_read_nor_written(judge: Judge, tmp_path: Path
     beside.mkdir()
     (beside / "file").write_text("x")
     assert judge((beside / "file").read_text).kind == "outside"
+
+
+@pytest.mark.parametrize(
+    ("event", "place", "flags", "noted"),
+    [
+        ("open", "inside/file", os.O_RDONLY, False), ("open", "inside", os.O_WRONLY, False),
+        ("open", "outside/file", os.O_RDONLY, True), ("open", "outside/file", None, True),
+        ("open", "outside/file", os.O_RDONLY | os.O_NOFOLLOW, True), ("compile", "outside/file", os.O_RDONLY, False),
+        ("open", "outside/absent", os.O_RDONLY, False), ("open", "outside/absent", os.O_WRONLY, True),
+        ("open", "outside/absent", os.O_RDWR | os.O_CREAT, True), ("open", "outside", os.O_RDONLY, False),
+        ("open", "inside-too/file", os.O_RDONLY, True), ("open", "inside/link", os.O_RDONLY, True),
+        ("open", "inside/link", os.O_RDONLY | os.O_NOFOLLOW, False), ("open", "inside/pipe", os.O_RDONLY, False),
+        ("open", "outside/pipe", os.O_RDONLY, False), ("open", "outside/pipe", os.O_WRONLY, True),
+    ],
+)  # fmt: skip
+def test_each_way_to_open_a_file_is_judged_by_its_place(
+    event: str, place: str, flags: int | None, noted: bool, tmp_path: Path
+) -> None:
+    for folder in ("inside", "outside", "inside-too"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_text("x")
+        os.mkfifo(tmp_path / folder / "pipe")
+    (tmp_path / "inside" / "link").symlink_to(tmp_path / "outside" / "file")
+    path = tmp_path / place
+    for form in (str, os.fsencode, Path):
+        own = SimpleNamespace(_touched=[], _inside=(str(tmp_path / "inside"),))
+        Judge._on_event(own, event, (form(path), "r", flags))  # type: ignore[arg-type]
+        assert own._touched == ([os.path.realpath(path)] if noted else [])
+        Judge._on_event(own, "open", (3, "r", os.O_WRONLY))  # type: ignore[arg-type]
+        assert len(own._touched) == noted
+    idle = SimpleNamespace(_touched=None, _inside=())
+    Judge._on_event(idle, "open", (str(path), "r", os.O_WRONLY))  # type: ignore[arg-type]
+    assert idle._touched is None

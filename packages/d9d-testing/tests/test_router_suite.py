@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from d9d_testing.suites.moe import router as router_suite
 from d9d_testing.suites.moe.router import RouterSuite
 
 ROUTERS = Path(__file__).parent / "faults" / "implementations" / "broken_routers.py"
@@ -60,3 +63,19 @@ FAULTS = [
 def test_a_fault_is_found_and_named(fault: str, settings: dict[str, Any], test: str, text: str) -> None:
     with pytest.raises(AssertionError, match=text):
         getattr(suite(fault, **settings), test)()
+
+
+@pytest.mark.parametrize(("settings", "highest"), [({}, -1), ({"capacity": 1}, 0)])
+def test_only_routers_that_drop_have_the_index_of_no_expert(settings: dict[str, Any], highest: int) -> None:
+    experts = router_suite._EXPERTS
+
+    def check(last: int) -> None:
+        indices = torch.tensor([[0, last], [last, 1]])
+        counts = indices.flatten().bincount(minlength=experts + 2)[:experts]
+        made: Any = suite(**settings)
+        made.routers = lambda: [("tried", lambda _tokens: SimpleNamespace(indices=indices, counts=counts))]
+        made.test_counts_are_those_of_the_indices()
+
+    check(experts + highest)
+    with pytest.raises(AssertionError, match="tried: no expert"):
+        check(experts + highest + 1)

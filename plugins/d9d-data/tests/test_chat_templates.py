@@ -314,6 +314,8 @@ def test_arguments_reach_the_template_and_its_identity() -> None:
     assert made.render([user("a")]).text == "False"
     assert made.identity == ChatTemplate(text, arguments={"enable_thinking": False}).identity
     assert made.identity != ChatTemplate(text).identity
+    one, other = (ChatTemplate(text, arguments=dict(pairs)) for pairs in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)]))
+    assert one.identity == other.identity
 
 
 def test_a_block_whose_place_cannot_be_told_is_an_error() -> None:

@@ -174,8 +174,6 @@ def _join(
                 aside = _set_aside(np.arange(found, found + len(chunk_lengths)) // together, held_out)
                 found += len(chunk_lengths)
                 for split, chosen in (("train", ~aside), ("held_out", aside)):
-                    if not chosen.any():
-                        continue
                     kept = slice(None) if chosen.all() else np.repeat(chosen, chunk_lengths)
                     taken = chunk[kept]
                     starts_of[split].append(tokens_of[split].length + np.cumsum(chunk_lengths[chosen]))

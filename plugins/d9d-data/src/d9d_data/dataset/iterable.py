@@ -58,11 +58,15 @@ class IterablePacks:
 
     def _go_to(self, consumed: int) -> None:
         """Continue at an item, counted over all epochs."""
-        epoch, place = (0, consumed) if self.length is None else divmod(consumed, self.length)
+        known = self.length
+        epoch, place = (0, consumed) if known is None else divmod(consumed, known)
         if self._iterator is None or epoch != self._epoch or place < self._place:
             self._open(epoch, place)
         while (self._epoch, self._place) < (epoch, place):
             self._next()
+            if self.length != known:  # the first epoch ended, so the item is in a later epoch
+                self._go_to(consumed)
+                return
 
     def _open(self, epoch: int, place: int = 0) -> None:
         items, dataset = self._items, self._items.dataset
