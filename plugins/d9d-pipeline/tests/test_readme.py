@@ -84,4 +84,4 @@ def test_it_names_every_schedule_with_the_default_of_its_field() -> None:
         assert isinstance(spec, ScheduleSpec)
         fields = spec.config.load().model_fields
         if "stages_per_rank" in fields:
-            assert rows[spec.name] == f"`stages_per_rank`, {fields['stages_per_rank'].default}"
+            assert rows[spec.name] == f"`stages_per_rank`, {fields['stages_per_rank'].default} by default"

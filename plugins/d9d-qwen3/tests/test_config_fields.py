@@ -151,7 +151,7 @@ def test_the_readme_shows_these_fields() -> None:
         ("both", "honoured"): READ,
         ("`qwen3_moe`", "honoured"): READ_OF_EXPERTS,
         **{("both", f"harmless: {about}"): fields for about, fields in HARMLESS.items()},
-        ("both", "refused, but for the value that is computed here anyway"): set(ONLY),
+        ("both", "refused, except the one value that means what d9d computes anyway"): set(ONLY),
     }
 
 
