@@ -405,7 +405,7 @@ def test_a_layout_is_usable_if_it_fits_and_takes_time() -> None:
 
 @pytest.fixture
 def workloads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Stand-ins of workloads and predictions, and what they were made of."""
+    """Stand-ins of workloads and predictions, with their arguments."""
     seen: dict[str, Any] = {"checked": [], "fails": False}
 
     def workload(*given: Any) -> Any:

@@ -425,7 +425,7 @@ def test_packs_differ_in_numbers_names_dtypes_or_values() -> None:
 
 
 class Sums(TaskSuite):
-    """Suite of a task whose sums are those of the numbers of its samples."""
+    """Suite of a task that adds up the numbers of its samples."""
 
     samples = 12
     group = 2

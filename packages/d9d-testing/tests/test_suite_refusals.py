@@ -1,4 +1,4 @@
-"""Refusals and skips of the conformance suites, with stand-ins for what they test: no processes, no training."""
+"""Refusals and skips of the conformance suites, with stand-ins for their subjects: no processes, no training."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str])
 
 
 def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
-    """Build the scaled model on the meta device."""
+    """Build the job's model with the scaled-down sizes of ``values``, on the meta device."""
     selection = select(job, job.registry)
     with torch.device("meta"):
         stage: nn.Module = instantiate(selection.model, type(job.model).model_validate(values["model"]), Stage())

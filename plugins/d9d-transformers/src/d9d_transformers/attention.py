@@ -25,7 +25,7 @@ from d9d_transformers.library import ATTENTION, EXAMINED, MASKED, library
 
 #: Name of the core in an attention module.
 CORE = "d9d_core"
-#: Keyword by which the model's forward passes documents or masks on to attention.
+#: Keyword with which ``forward`` of the model hands documents or masks to attention.
 DOCUMENTS = "d9d_documents"
 #: Keyword by which models pass learned sinks [N] (one logit per head that takes part in the softmax) to attention.
 SINKS = "s_aux"

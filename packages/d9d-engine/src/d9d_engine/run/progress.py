@@ -247,13 +247,13 @@ def _display(columns: Sequence[ProgressColumn], below: Callable[[], str]) -> _Di
     console = Console(stderr=True)
     if console.is_jupyter or not sys.stderr.isatty():
         return None
-    # A long period, so that steps of minutes have a speed. Lines redirected to a file must not appear on the terminal.
+    # If standard output goes to a file, its lines must not appear on the terminal too.
     own_lines = sys.stdout.isatty()
     return _Display(
         *columns,
         below=below,
         console=console,
         redirect_stdout=own_lines,
-        speed_estimate_period=600,
+        speed_estimate_period=600,  # seconds; steps that take minutes have a speed, too
         refresh_per_second=_PER_SECOND,
     )

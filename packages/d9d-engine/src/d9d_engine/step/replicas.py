@@ -111,7 +111,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class _JoinedMeetings:
-    """Meetings of several stages of one rank, at the same steps."""
+    """The :class:`Meetings` of each pipeline stage on this rank, called as one; all are due at the same steps."""
 
     stages: Sequence[Meetings]
 

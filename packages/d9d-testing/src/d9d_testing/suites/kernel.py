@@ -84,9 +84,9 @@ class KernelSuite:
     # --- tests
 
     def test_values_are_those_of_the_reference(self) -> None:
-        """Values match a float64 reference, over dtypes and odd shapes.
+        """Values match the reference op in float64, over dtypes and odd shapes.
 
-        The shape and the dtype of an output must equal the reference's for inputs of the same dtype.
+        The shape and the dtype of an output must equal the reference op's in the kernel's own dtype.
         """
         for where, signature, call in self.accepted():
             with torch.no_grad():

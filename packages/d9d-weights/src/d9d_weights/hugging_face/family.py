@@ -44,7 +44,7 @@ class LanguageModel(Protocol):
 
     @property
     def added_tokens(self) -> int | Mapping[str, int]:
-        """Number of last token ids with a separate weight, or such numbers by name for several separate weights."""
+        """Number of token ids at the end of the vocabulary with a separate weight; for several weights, by name."""
         ...
 
     @property
