@@ -471,7 +471,7 @@ def test_the_cause_of_a_job_on_a_cpu_is_found(
 
 def test_what_no_kind_of_work_took_of_a_step_on_a_device_is_idle() -> None:
     assert measure._with_idle({"matmul": 0.25, "idle": 9.0}, 1.0) == ({"matmul": 0.25, "idle": 0.75}, 1.0)
-    # The profiler slows down what it records.
+    # The profiler slows down the steps that it records.
     assert measure._with_idle({"matmul": 1.5, "communication": 0.5}, 1.0) == (
         {"matmul": 1.5, "communication": 0.5, "idle": 0.0}, 2.0,
     )  # fmt: skip

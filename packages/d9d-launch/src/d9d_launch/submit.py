@@ -21,7 +21,7 @@ from d9d_launch.record import FOLDER, JOB, SubmissionRecord, digest_of
 def request_for(job: JobFile, file: Path, nodes: int, processes: int, options: list[str]) -> LaunchRequest:
     """Build the request to train a copy of a job, with all defaults and overrides.
 
-    The copy is what was checked; the job file may change while the submission waits.
+    The copy has the checked text; the job file may change while the submission waits.
 
     Args:
         job: job, loaded for ``nodes * processes`` processes.

@@ -84,7 +84,7 @@ class DeepEPDispatcher(OutsideGraph, PermutingDispatcher):
 
 
 class DeepEPHandle(NamedTuple):
-    """What the combine needs to know of its dispatch: row indices, expert weights and DeepEP's own handle.
+    """Values of a dispatch that its combine needs: row indices, expert weights and DeepEP's own handle.
 
     Attributes:
         handle: DeepEP's own handle.

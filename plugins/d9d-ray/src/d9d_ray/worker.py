@@ -146,7 +146,7 @@ def _environment(context: TrainContext) -> ProcessEnv:
 
 
 def _request(stop: Path) -> str | None:
-    """Who asks the run to stop: ``d9d launch cancel`` or a preemption; ``None`` without a request."""
+    """Source of a request to stop: ``d9d launch cancel`` or a preemption; ``None`` without a request."""
     if stop.exists():
         return "d9d launch cancel"
     return "a preemption" if _preempted() else None
