@@ -49,6 +49,7 @@ CONTENDERS: Mapping[str, tuple[str, str]] = {
     "d9d-transformers": ("d9d-transformers", "ours:build_transformers"),
     "transformers": ("transformers, SDPA", "with_transformers:build"),
     "transformers-flex": ("transformers, flex", "with_transformers:build_flex"),
+    "transformers-flex-compile": ("transformers, flex, torch.compile", "with_transformers:build_flex_compiled"),
     "transformers-compile": ("transformers + torch.compile", "with_transformers:build_compiled"),
     "liger": ("transformers + Liger", "with_transformers:build_liger"),
     "torchtitan": ("torchtitan", "with_torchtitan:build"),

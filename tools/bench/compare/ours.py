@@ -15,12 +15,12 @@ from contender import Contender, NotHereError, installed
 from d9d_core.registry.registry import Registry
 from d9d_engine.job import Job
 from microbatches import ComparedPlugin
-from settings import BETAS, CLIP, DECAY, LR, RECIPE, Setting
+from settings import BETAS, CLIP, DECAY, LR, PLUGINS, RECIPE, Setting
 from torch import Tensor
 
-PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3", "d9d_llama", "d9d_transformers")
+REQUIRED = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_transformers", *sorted(set(PLUGINS.values())))
 #: Optional packages, used if installed, as in a job.
-OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_fp8", "d9d_quack", "d9d_cublas")
+OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_fp8", "d9d_quack", "d9d_cublas", "d9d_fla")
 #: Bytes per parameter: reads parameter, gradient and lower bits (2 each), moments (4 each); writes all but the
 #: gradient.
 BYTES_WITH_MASTERS = 14 + 12
@@ -130,7 +130,7 @@ def _job(
         "export": False,
     }  # fmt: skip
     found = [name for name in OPTIONAL if find_spec(name)]
-    plugins = [importlib.import_module(f"{name}.plugin") for name in (*PLUGINS, *found)]
+    plugins = [importlib.import_module(f"{name}.plugin") for name in (*REQUIRED, *found)]
     return Job.from_values(values, registry=Registry.of(*plugins, ComparedPlugin()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 Data = Literal["random", "packed"]
@@ -23,6 +24,11 @@ _TINY = {
     "vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16,
 }  # fmt: skip
+#: Package of each model by its name in a job file.
+PLUGINS: Mapping[str, str] = {
+    "qwen3": "d9d_qwen3", "qwen3_moe": "d9d_qwen3", "llama": "d9d_llama", "qwen3_5": "d9d_qwen3_next",
+    "gpt_oss": "d9d_gpt_oss",
+}  # fmt: skip
 #: Models by name, in the form of a job file.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "dense-0.6b": _DENSE | {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "tie_embeddings": True},
@@ -36,6 +42,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama-8b": {
         "name": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 500_000.0,
+    },
+    # Published sizes with fewer layers: of Qwen3.5-9B the first 8, of gpt-oss-20b the first 6.
+    "qwen3.5-3.8b": {
+        "name": "qwen3_5", "preset": "9b", "num_layers": 8, "vocab_size": 248_320, "max_positions": 262_144,
+    },
+    "gpt-oss-6b": {
+        "name": "gpt_oss", "preset": "20b", "num_layers": 6, "vocab_size": 201_088, "max_positions": 131_072,
     },
     "tiny-llama": _TINY | {"name": "llama", "intermediate_size": 96},
     "tiny": _TINY | {"name": "qwen3", "intermediate_size": 96},
@@ -95,26 +108,21 @@ class Setting:
     @property
     def model_values(self) -> dict[str, Any]:
         """Model section in the form of a job file."""
-        return {**MODELS[self.model], "max_positions": self.length}
+        return {"max_positions": self.length, **MODELS[self.model]}
+
+    def _spec(self) -> Any:
+        from d9d_core.registry.registry import Registry
+
+        name = self.model_values["name"]
+        return Registry.of(import_module(f"{PLUGINS[name]}.plugin")).find("model", name).spec
 
     def config(self) -> Any:
-        """Config of the model, which is d9d-qwen3's or d9d-llama's."""
-        from d9d_llama.config import LlamaConfig
-        from d9d_qwen3.config import Qwen3Config
-        from d9d_qwen3.moe_config import Qwen3MoeConfig
-
-        values = self.model_values
-        kinds: dict[str, Any] = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
-        return kinds[values["name"]].model_validate(values)
+        """Config of the model."""
+        return self._spec().config.load().model_validate(self.model_values)
 
     def files(self) -> Any:
         """Hugging Face format of the model."""
-        from d9d_llama.hugging_face import LlamaHuggingFace
-        from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
-        from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
-
-        kinds = {"qwen3": Qwen3HuggingFace, "qwen3_moe": Qwen3MoeHuggingFace, "llama": LlamaHuggingFace}
-        return kinds[self.model_values["name"]]()
+        return self._spec().hugging_face.load()()
 
     def flops_per_token(self) -> float:
         """FLOPs per token, forward and backward, by the formula used for all contenders."""

@@ -42,21 +42,17 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
     try:
         from torchtitan.config.job_config import ActivationCheckpoint, Compile
         from torchtitan.distributed.activation_checkpoint import apply_ac
-        from torchtitan.models.llama3 import Transformer, TransformerModelArgs
         from torchtitan.models.llama3.infra.parallelize import apply_compile as apply_compile_to_llama
         from torchtitan.models.llama4.infra.parallelize import apply_compile
-        from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
         from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list  # the contender's own default
     except ImportError as error:
         raise NotHereError(f"torchtitan {versions['torchtitan']} has other names than 0.2: {error}") from None
-    packed = setting.data == "packed"
-    if packed and device.type != "cuda":
+    packed, name = setting.data == "packed", setting.model_values["name"]
+    masked = packed or name == "gpt_oss"
+    if masked and device.type != "cuda":
         raise NotHereError("flex attention trains on CUDA only")
     with torch.device("meta"):
-        if setting.model_values["name"] == "llama":
-            model = Transformer(TransformerModelArgs(**_llama_sizes(setting, packed)))
-        else:
-            model = Qwen3Model(Qwen3ModelArgs(**_sizes(setting, packed)))
+        model = _model(setting, packed)
     model.to_empty(device=device)
     with torch.no_grad(), device:
         model.init_weights(buffer_device=device)
@@ -71,7 +67,7 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
         chosen = ActivationCheckpoint(mode=checkpointing, selective_ac_option="op")
         apply_ac(model, chosen, model_compile_enabled=True, op_sac_save_list=_op_sac_save_list)
     compiling = Compile(enable=True, components=["model", "loss"], backend=setting.backend)
-    if setting.model_values["name"] == "llama":
+    if name == "llama":
         apply_compile_to_llama(model, compiling)
     else:
         apply_compile(model, compiling, False)
@@ -80,14 +76,31 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
 
     def loss_of(microbatch: Microbatch) -> Tensor:
         more: dict[str, Any] = {}
-        if packed:
-            masks = model.get_attention_masks(microbatch["tokens"], tokenizer)
-            more = {"attention_masks": masks, "positions": microbatch["positions"]}
+        if masked:
+            more["attention_masks"] = model.get_attention_masks(microbatch["tokens"], tokenizer)
+        if packed and name != "gpt_oss":  # whose rotations count from the start of the sample
+            more["positions"] = microbatch["positions"]
         loss: Tensor = loss_function(model(microbatch["tokens"], **more), microbatch["targets"])
         return loss
 
     step = training_step(model, loss_of, setting, device)
     return Contender(step, sum(parameter.numel() for parameter in model.parameters()), versions)
+
+
+def _model(setting: Setting, packed: bool) -> Any:
+    from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+
+    match setting.model_values["name"]:
+        case "llama":
+            return Transformer(TransformerModelArgs(**_llama_sizes(setting, packed)))
+        case "gpt_oss":
+            return GptOssModel(GptOssModelArgs(**_gpt_oss_sizes(setting, packed)))
+        case "qwen3" | "qwen3_moe":
+            return Qwen3Model(Qwen3ModelArgs(**_sizes(setting, packed)))
+        case name:
+            raise NotHereError(f"torchtitan 0.2 has no {name}")
 
 
 def _convert(model: nn.Module) -> None:
@@ -143,6 +156,21 @@ def _llama_sizes(setting: Setting, packed: bool) -> dict[str, Any]:
         "rope_theta": values.get("rope_theta", 10_000.0),
         "max_seq_len": setting.length,
     }
+
+
+def _gpt_oss_sizes(setting: Setting, packed: bool) -> dict[str, Any]:
+    """Sizes of its gpt-oss, whose other sizes are gpt-oss-20b's by default."""
+    from torchtitan.models.moe import MoEArgs
+
+    config = setting.config()
+    experts = MoEArgs(
+        num_experts=config.num_experts, num_shared_experts=0, top_k=config.experts_per_token, score_func="softmax",
+        route_norm=True, gate_bias=True, score_before_experts=False, load_balance_coeff=None,
+    )  # fmt: skip
+    return {
+        "n_layers": config.num_layers, "max_seq_len": setting.length, "moe_args": experts,
+        "attn_mask_type": "block_causal" if packed else "causal",
+    }  # fmt: skip
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

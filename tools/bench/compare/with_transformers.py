@@ -29,6 +29,13 @@ def build_flex(setting: Setting, device: torch.device) -> Contender:
     return _build(setting, device, "flex_attention", installed("transformers"))
 
 
+def build_flex_compiled(setting: Setting, device: torch.device) -> Contender:
+    """Contender with flex attention, whose model and loss are compiled by torch.compile."""
+    if device.type != "cuda":
+        raise NotHereError("flex attention trains on CUDA only")
+    return _build(setting, device, "flex_attention", installed("transformers"), compiled=True)
+
+
 def build_liger(setting: Setting, device: torch.device) -> Contender:
     """Contender with Liger's kernels, including its loss."""
     versions = installed("transformers", "liger-kernel")
@@ -73,7 +80,8 @@ def _model(setting: Setting, device: torch.device, attention: str) -> Any:
     dtype = dtype_of(setting)
     values = setting.files().config_json(setting.config(), str(dtype).removeprefix("torch."))
     theirs: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    experts = {"experts_implementation": "grouped_mm"} if setting.model_values["name"] == "qwen3_moe" else {}
+    has_experts = setting.model_values["name"] in ("qwen3_moe", "gpt_oss")
+    experts = {"experts_implementation": "grouped_mm"} if has_experts else {}
     torch.manual_seed(0)
     with device:
         return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
