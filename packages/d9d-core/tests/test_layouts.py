@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.job import JobFile
 from d9d_core.job_file.document import Document
 from d9d_core.job_file.job import Batch, Mesh
+from d9d_core.job_file.reading import write_yaml
 from d9d_core.job_file.resolve import select_parts
+from d9d_core.job_file.saved_job import SavedJob
 from d9d_core.layout import mend, report
 from d9d_core.layout.auto import settle
 from d9d_core.layout.check import (
@@ -125,6 +128,14 @@ def test_auto_becomes_the_processes_divided_by_the_other_axes(
     (axis,) = (axis for axis, size in mesh.items() if size == "auto")
     source = settle(Document({"mesh": mesh}), REGISTRY, world_size)
     assert (source.document.values["mesh"], source.auto, source.note) == (resolved, axis, None)
+
+
+def test_a_saved_job_is_read_for_the_given_number_of_processes(tmp_path: Path) -> None:
+    (path := tmp_path / "job.yaml").write_text(
+        write_yaml({**JOB, "parallel": ["copies"], "mesh": {"dp_replicate": "auto"}})
+    )
+    found = JobFile.load_saved(SavedJob(path, "d9d x --like job.yaml"), registry=REGISTRY, world_size=3)
+    assert found.mesh.dp_replicate == 3
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": "auto", "dp_replicate": "auto"}, {"tp": "auto"}, {"tp": 2}, 3])

@@ -507,6 +507,21 @@ def test_a_damaged_page_is_named_by_its_place(tmp_path: Path) -> None:
         list(read_records(path))
 
 
+@pytest.mark.parametrize("place", [7, 9], ids=["unpacked", "packed"])
+def test_a_page_of_a_negative_size_is_named_by_its_place(tmp_path: Path, place: int) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table, path = pa.table({"a": [1, 2, 3]}), tmp_path / "a.parquet"
+    pq.write_table(table, path, use_dictionary=False, compression="none", write_statistics=False)
+    data = bytearray(path.read_bytes())
+    assert data[4:7] == b"\x15\x00\x15"  # a page of data; the size follows, its last bit is the sign
+    data[place] |= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        DataError, match=r"\(the header of a page at byte 4: the header of a page has a size that is negative or"
+    ):
+        list(read_records(path))
+
+
 def test_a_process_keeps_its_larger_limit_of_columns(tmp_path: Path) -> None:
     kept = csv.field_size_limit(2**41)
     try:
