@@ -12,7 +12,7 @@ from d9d_core.config import PluginConfig
 from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.job import JobFile
 from d9d_core.job_file.document import Document
-from d9d_core.job_file.job import Batch, Mesh
+from d9d_core.job_file.job import Batch, Best, Mesh
 from d9d_core.job_file.reading import write_yaml
 from d9d_core.job_file.resolve import select_parts
 from d9d_core.job_file.saved_job import SavedJob
@@ -272,6 +272,22 @@ def test_a_batch_that_cannot_be_divided_says_what_could(world_size: int, section
 
 def test_as_many_microbatches_as_can_be_scheduled_are_no_problem() -> None:
     assert problems(1, batch={"size": 16384, "microbatch": 1}) == []
+
+
+@pytest.mark.parametrize(("saved", "evaluated"), [(3, 3), (4, 2), (2, 4), (6, 4), (4, 6), (3, 2), (2, 3)])
+def test_the_best_checkpoint_is_among_those_of_evaluated_steps(saved: int, evaluated: int) -> None:
+    sections: dict[str, Any] = {
+        "export": "best", "checkpoint": {"every": saved}, "evaluation": {"every": evaluated, "data": "toy_data"},
+    }  # fmt: skip
+    if saved % evaluated == 0 or evaluated % saved == 0:
+        assert job(**sections).checkpoint.best == Best(series="eval/loss", mode="min", keep=1)
+        return
+    with pytest.raises(JobError) as caught:
+        job(**sections)
+    assert (
+        f"'export: best' needs checkpoints of evaluated steps, but checkpoint.every {saved} and evaluation.every "
+        f"{evaluated} are not multiples; set checkpoint.every: {evaluated}"
+    ) in str(caught.value)
 
 
 def test_strategies_and_schedules_without_ranks_have_no_effect() -> None:
