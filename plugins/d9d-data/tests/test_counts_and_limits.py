@@ -26,6 +26,7 @@ from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.place import Place
 from d9d_data.stream.base import PackStream, facts_of
 from d9d_data.stream.documents import _window
+from d9d_data.stream.text import TextSamples
 
 RECORDS = Words("records", "a reply was cut")
 
@@ -420,3 +421,16 @@ def test_streams_continue_at_a_state_of_the_same_data_only() -> None:
         opened("b").load_state({**state, "tokenisation": -1})
     with pytest.raises(DataError, match="another version of d9d-data saved it"):
         opened("b").load_state({"consumed": 0, "fingerprint": "x"})
+
+
+@pytest.mark.parametrize(
+    ("length", "lost"),
+    [(3, [[7], [0], [0, 2], [2]]), (4, [[7, 0], [0], [2], [2]]), (8, [[7, 0], [2]]), (16, [[7, 0, 2]])],
+)
+def test_a_packed_sample_tells_the_losses_of_all_documents_that_it_has_tokens_of(
+    length: int, lost: list[list[int]]
+) -> None:
+    corpus = corpus_of(3, 5, 8, lost=np.asarray([7, 0, 2]))
+    samples = np.arange(len(lost))
+    assert TextSamples(corpus, length).lost(samples) == lost
+    assert TextSamples(corpus, length).lost(samples[::-1]) == lost[::-1]
