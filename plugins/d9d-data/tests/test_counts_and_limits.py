@@ -317,6 +317,17 @@ def test_packs_of_a_window_are_sorted_and_cross_epochs() -> None:
     assert cut.of_sizes(2, 2).window == 2
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_packs_across_the_ends_of_epochs_leave_out_no_sample_and_repeat_none(seed: int) -> None:
+    corpus: Any = Lengths(9, 1, 8, 2, 7, 3, 6)
+    order = WindowOrder(SampleOrder(7, seed, shuffle=True), corpus, 100, 4, 2)
+    packs = [order(2 * pack).tolist() for pack in range(14)]
+    assert all(len(set(pack)) == 2 for pack in packs)
+    for end in range(1, 15):
+        uses = np.bincount([sample for pack in packs[:end] for sample in pack], minlength=7)
+        assert uses.max() - uses.min() <= 1
+
+
 def corpus_of(*lengths: int, **fields: Any) -> Corpus:
     """Corpus of documents of some lengths, whose token i is i."""
     starts = np.cumsum([0, *lengths])

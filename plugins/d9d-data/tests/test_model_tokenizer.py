@@ -98,3 +98,14 @@ def test_a_tokenizer_adds_the_end_if_it_is_the_last_token_after_a_text(
     (ids,) = made.encode(["abc"])
     assert ids[before : len(ids) - after].tolist() == [0, 1, 2]
     assert made.ended(ids).tolist() == [*ids.tolist(), *([] if adds_end else [4])]
+
+
+def test_only_special_tokens_are_looked_for_in_texts_the_longest_first() -> None:
+    backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate("abc")}, merges=[]))
+    backend.add_special_tokens(["</s>", "</s><s>"])
+    backend.add_tokens(["abc"])
+    made = TextTokenizer(backend, "</s>", "a tokenizer")
+    assert made.specials == ("</s><s>", "</s>")
+    assert made.spelled(["abc", "a</s><s>", "</s>"]) == "</s><s>"
+    assert made.spelled(["abc", "s>"]) == ""
+    assert (made.vocab_size, made.end_of_text_id, made.quoted) == (6, 3, "text")
