@@ -138,6 +138,13 @@ def test_a_library_that_a_marker_leaves_out_here_is_said_to_be_with_the_marker(m
     assert one("import:acme_kernel")[1].endswith(reason)
 
 
+def test_a_library_of_an_extra_does_not_come_with_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = 'acme-kernel>=1; extra == "fast"'
+    monkeypatch.setattr("d9d_core.registry.capabilities.requires", lambda _: ["torch>=2", line])
+    assert one("import:acme_kernel")[1].endswith("for how to install it")
+    assert "omits" not in one("import:acme_kernel")[1]
+
+
 @pytest.mark.thorough
 def test_doctor_says_which_components_lack_a_library_and_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

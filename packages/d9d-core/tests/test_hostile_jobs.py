@@ -14,8 +14,9 @@ from d9d_core.job import JobFile
 from d9d_core.job_file import pretrained
 from d9d_core.job_file.document import Document
 from d9d_core.job_file.job import Mesh, Timeouts
-from d9d_core.job_file.load import plugin_policy
+from d9d_core.job_file.load import _short, plugin_policy
 from d9d_core.job_file.pretrained import read_config_json
+from d9d_core.job_file.reading import read_yaml
 from pydantic import ValidationError
 
 
@@ -44,6 +45,37 @@ def test_a_name_that_fills_pages_is_not_repeated() -> None:
     assert "unknown task 'yyyy" in str(caught.value)
     assert "a name cannot have 12,000 characters" in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_yaml_is_nested_at_most_100_levels_and_names_a_key_once() -> None:
+    assert str(read_yaml("[" * 100 + "1" + "]" * 100, "job")[0]) == "[" * 100 + "1" + "]" * 100
+    with pytest.raises(JobError, match="^job:1: nested more than 100 levels deep$"):
+        read_yaml("[" * 101 + "1" + "]" * 101, "job")
+    assert read_yaml("a: 1\nb: {a: 2}\n", "job")[0] == {"a": 1, "b": {"a": 2}}
+    with pytest.raises(JobError, match="^job:3: "):
+        read_yaml("a: 1\nb: 2\na: 3\n", "job")
+
+
+def test_values_in_messages_have_at_most_200_characters() -> None:
+    assert [_short("x" * length) for length in (1, 200, 201)] == ["x", "x" * 200, "x" * 200 + "..."]
+
+
+def test_a_model_of_the_hub_is_to_be_downloaded_if_no_such_directory_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        read_config_json("org/name")
+    assert str(caught.value) == (
+        "there is no such directory; if it is a model of the Hugging Face Hub, download it: hf download org/name "
+        "--local-dir name, then set model.pretrained to ./name"
+    )
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    for location in ("org/name", "a/b/c", "name"):
+        with pytest.raises(
+            CheckpointError, match=r"^its config.json cannot be read \(No such file or directory\); give"
+        ):
+            read_config_json(location)
 
 
 def test_a_path_that_no_system_takes_is_refused_with_the_reason() -> None:

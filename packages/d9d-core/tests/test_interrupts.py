@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from d9d_core.cli.interrupts import interrupts_deferred
-from d9d_core.registry.collect import contained
+from d9d_core.registry.collect import _handler, contained
 
 
 def test_an_interrupt_comes_at_the_end_of_the_block() -> None:
@@ -80,3 +80,20 @@ def test_an_interrupt_in_a_class_of_a_plugin_is_the_users() -> None:
 
     with pytest.raises(KeyboardInterrupt), contained("a plugin"):
         type("Made", (), {"attribute": Attribute()})
+
+
+def test_a_signal_that_other_code_handles_keeps_its_handler() -> None:
+    def own(_number: int, _frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        with _handler("SIGUSR1", own, signal.SIG_DFL) as installed:
+            assert (installed, signal.getsignal(signal.SIGUSR1)) == (True, own)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        with _handler("SIGUSR1", own, signal.SIG_DFL) as installed:
+            assert (installed, signal.getsignal(signal.SIGUSR1)) == (False, signal.SIG_IGN)
+        with _handler("SIGNONE", own, None) as installed:
+            assert not installed
+    finally:
+        signal.signal(signal.SIGUSR1, before)

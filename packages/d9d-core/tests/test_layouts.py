@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -11,8 +12,10 @@ from d9d_core.config import PluginConfig
 from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.job import JobFile
 from d9d_core.job_file.document import Document
-from d9d_core.job_file.job import Batch, Mesh
+from d9d_core.job_file.job import Batch, Best, Mesh
+from d9d_core.job_file.reading import write_yaml
 from d9d_core.job_file.resolve import select_parts
+from d9d_core.job_file.saved_job import SavedJob
 from d9d_core.layout import mend, report
 from d9d_core.layout.auto import settle
 from d9d_core.layout.check import (
@@ -125,6 +128,14 @@ def test_auto_becomes_the_processes_divided_by_the_other_axes(
     (axis,) = (axis for axis, size in mesh.items() if size == "auto")
     source = settle(Document({"mesh": mesh}), REGISTRY, world_size)
     assert (source.document.values["mesh"], source.auto, source.note) == (resolved, axis, None)
+
+
+def test_a_saved_job_is_read_for_the_given_number_of_processes(tmp_path: Path) -> None:
+    (path := tmp_path / "job.yaml").write_text(
+        write_yaml({**JOB, "parallel": ["copies"], "mesh": {"dp_replicate": "auto"}})
+    )
+    found = JobFile.load_saved(SavedJob(path, "d9d x --like job.yaml"), registry=REGISTRY, world_size=3)
+    assert found.mesh.dp_replicate == 3
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": "auto", "dp_replicate": "auto"}, {"tp": "auto"}, {"tp": 2}, 3])
@@ -261,6 +272,22 @@ def test_a_batch_that_cannot_be_divided_says_what_could(world_size: int, section
 
 def test_as_many_microbatches_as_can_be_scheduled_are_no_problem() -> None:
     assert problems(1, batch={"size": 16384, "microbatch": 1}) == []
+
+
+@pytest.mark.parametrize(("saved", "evaluated"), [(3, 3), (4, 2), (2, 4), (6, 4), (4, 6), (3, 2), (2, 3)])
+def test_the_best_checkpoint_is_among_those_of_evaluated_steps(saved: int, evaluated: int) -> None:
+    sections: dict[str, Any] = {
+        "export": "best", "checkpoint": {"every": saved}, "evaluation": {"every": evaluated, "data": "toy_data"},
+    }  # fmt: skip
+    if saved % evaluated == 0 or evaluated % saved == 0:
+        assert job(**sections).checkpoint.best == Best(series="eval/loss", mode="min", keep=1)
+        return
+    with pytest.raises(JobError) as caught:
+        job(**sections)
+    assert (
+        f"'export: best' needs checkpoints of evaluated steps, but checkpoint.every {saved} and evaluation.every "
+        f"{evaluated} are not multiples; set checkpoint.every: {evaluated}"
+    ) in str(caught.value)
 
 
 def test_strategies_and_schedules_without_ranks_have_no_effect() -> None:

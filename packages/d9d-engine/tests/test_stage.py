@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.model import Stage
-from d9d_engine.compose.initialise import initialise
+from d9d_engine.compose.initialise import _uneven, initialise
 from d9d_engine.compose.weights import materialise
 from d9d_engine.job import Job
 from d9d_engine.step.metrics import Statistics
@@ -91,6 +92,16 @@ def test_a_module_without_initial_values_for_what_it_owns_is_refused_by_name() -
         BuildError, match=r"module 'owner' \(Module\) owns bias, weight but has no reset_parameters\(\)"
     ):
         initialise(stage, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("held", "advised"), [(5, 6), (7, 12), (13, 18)])
+def test_a_parameter_that_ranks_cannot_share_evenly_is_refused_with_the_next_number_of_rows(
+    held: int, advised: int
+) -> None:
+    mesh = SimpleNamespace(shape=(2, 3), size=lambda: 6)
+    text = _uneven(nn.Embedding(held, 4), "weight", SimpleNamespace(shape=torch.Size([held, 4]), device_mesh=mesh))
+    assert text.startswith(f"Embedding.weight has {held} rows, which 2 x 3 ranks (data parallelism x tp) cannot share")
+    assert f"; choose {advised} rows (for a vocabulary" in text
 
 
 @pytest.mark.thorough

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from d9d_core.errors import PluginError
 from d9d_testing.scaffold import package
 from d9d_testing.scaffold.command import app, new_plugin
@@ -75,6 +76,18 @@ def test_a_package_has_its_names_files_and_requirements(tmp_path: Path) -> None:
         write_plugin(tmp_path / "new", "acme-bits", "metric")
     (tmp_path / "empty").mkdir()
     assert len(write_plugin(tmp_path / "empty", "acme-bits", "metric")) == len(written)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_job_files_of_every_kind_are_complete(kind: str) -> None:
+    made = plugin_files("acme-bits", kind)
+    job = yaml.safe_load(made["job.yaml"])
+    assert {"run", "model", "task", "data", "optimizer", "steps"} <= job.keys()
+    own_model = kind == "model"
+    assert own_model or job["model"].items() >= {"name": "qwen3", "vocab_size": 257, "max_positions": 64}.items()
+    assert (kind == "head") == ("heads" in job["model"])
+    assert kind != "head" or job["model"]["heads"] == {"topic": {"kind": "acme_bits", "num_classes": 3}}
+    assert "infer.yaml" not in made or yaml.safe_load(made["infer.yaml"])
 
 
 #: Kind -> whether its package has a config, a module with the implementation, and an inference job.

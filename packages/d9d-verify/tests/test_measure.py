@@ -72,6 +72,7 @@ class Trainer:
         self.optimizer = SimpleNamespace(state=lambda: {"a/m": torch.ones(1), "x/m": torch.ones(1, device="meta")})
         self.evaluator = SimpleNamespace(run=lambda: {"eval/loss": 7.5 if self.averaged else 0.0})
         self.averaged = False
+        self.terms = {"hard", "soft"}
         self.prefetcher = self
         self.step = self
         self.replicas = SimpleNamespace(count=1, group=None, meetings=("held",))
@@ -140,6 +141,7 @@ class Trainer:
             cast("torch.Tensor", self.stage.seen).add_(1)
         self.emit(ev.OptimizerStepEnds, step=step)
         terms = {"hard": torch.tensor(6.0), "soft": torch.tensor(4.0 + step)}
+        terms = {name: term for name, term in terms.items() if name in self.terms}
         result = SimpleNamespace(
             loss=torch.tensor(10.0 + step), terms=terms, tokens=torch.tensor(24.0), grad_norm=torch.tensor(20.0 + step)
         )
@@ -213,6 +215,12 @@ def test_without_clipping_and_evaluation_a_measurement_has_no_values_of_them() -
         "end/load[0]", "end/load[1]",
     }  # fmt: skip
     assert record.windows["0/model/a@0"].tolist() == [0.0]
+
+
+def test_the_only_term_of_a_loss_is_not_measured_twice() -> None:
+    trainer = Trainer(Model(a=[1.0]), {"a": [1.0]})
+    trainer.terms = {"hard"}
+    assert [name for name in measured(trainer, 1).numbers if "loss" in name] == ["0/loss", "end/eval/loss"]
 
 
 def test_a_guided_step_records_its_own_gradients_and_goes_on_with_the_reference_s() -> None:

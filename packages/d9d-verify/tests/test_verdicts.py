@@ -451,6 +451,16 @@ def test_a_failure_names_the_line_that_raised_it_or_called_torch(
     assert text.endswith(f" ({__file__}:{line}, in fails)")
 
 
+def test_a_failure_of_torch_alone_names_its_last_line(tmp_path: Path) -> None:
+    code = "def a():\n    b()\ndef b():\n    c()\ndef c():\n    raise ValueError\na()"
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - it has no text
+        exec(compile(code, str(tmp_path / "torch" / "x.py"), "exec"), {})
+    error = caught.value
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # without this test
+    assert worker._place(error) == f"{tmp_path / 'torch' / 'x.py'}:6, in c"
+
+
 @pytest.mark.parametrize(
     ("precision", "parallel", "dtype"),
     [
@@ -586,6 +596,36 @@ def test_a_layout_that_saves_nothing_is_wrong() -> None:
     assert unlike_state(None, saved(), Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
     assert unlike_state(saved(), None, Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
     assert unlike_saved(None, two_steps(), two_steps()) == "no checkpoint was saved"
+
+
+@pytest.mark.parametrize(
+    ("name", "of_layout", "said"),
+    [
+        ("model/a", 2.0, None),  # a parameter has the layout's value
+        ("model/a", 1.0, "model/a in the checkpoint of step 2 differs from the trained value"),
+        ("model/b", 1.0, None),  # a buffer was replaced by the reference's
+        ("model/b", 2.0, "model/b in the checkpoint of step 2 differs from the trained value"),
+        ("optimizer/a/momentum", 2.0, None),
+        (
+            "optimizer/a/momentum",
+            1.0,
+            "optimizer/a/momentum in the checkpoint of step 2 differs from the trained value",
+        ),
+    ],
+)
+def test_saved_weights_and_states_are_those_of_the_layouts_step(name: str, of_layout: float, said: str | None) -> None:
+    def run_of(value: float) -> Measurement:
+        names = ("0/model/a", "0/model/b", "1/model/a", "1/model/b", "1/optimizer/a/momentum", "1/gradients/a")
+        return Measurement({}, {of: torch.full((2,), value if of.startswith("1/") else 7.0) for of in names})
+
+    def load_into(wanted: dict[str, torch.Tensor], scope: str) -> None:
+        assert all(of.startswith(scope) for of in wanted)
+        for tensor in wanted.values():
+            tensor.fill_(of_layout)
+
+    manifest = {"tensors": {of: {"shape": [2], "dtype": "float32"} for of in (name, "metrics/x")}}
+    checkpoint: Any = SimpleNamespace(step=2, manifest=manifest, load_into=load_into)
+    assert unlike_saved(checkpoint, run_of(2.0), run_of(1.0)) == said
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])

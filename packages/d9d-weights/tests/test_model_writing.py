@@ -168,6 +168,18 @@ def test_any_strides_are_written_through_a_buffer_of_any_size(
     assert sum(counted) == sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.parametrize(("tensor", "copies"), [(torch.arange(6.0), 0), (torch.arange(6.0).view(2, 3).T, 1)])
+def test_only_tensors_that_are_not_contiguous_are_copied_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: Tensor, copies: int
+) -> None:
+    taken: list[Tensor] = []
+    take = BlockBuffer.take
+    monkeypatch.setattr(BlockBuffer, "take", lambda self, like, dtype: taken.append(like) or take(self, like, dtype))
+    write(ModelWriter(tmp_path / "m", specs({"a": tensor})), {"a": tensor})
+    assert len(taken) == copies
+    assert same(read(tmp_path / "m"), {"a": tensor})
+
+
 def test_memory_is_bounded_whatever_the_size_of_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"t": torch.arange(3 * BLOCK // 8, dtype=torch.float32).reshape(-1, 1024).T}  # 1.5 blocks
     writer = ModelWriter(tmp_path / "m", specs(tensors))

@@ -26,6 +26,7 @@ from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.place import Place
 from d9d_data.stream.base import PackStream, facts_of
 from d9d_data.stream.documents import _window
+from d9d_data.stream.text import TextSamples
 
 RECORDS = Words("records", "a reply was cut")
 
@@ -316,6 +317,17 @@ def test_packs_of_a_window_are_sorted_and_cross_epochs() -> None:
     assert cut.of_sizes(2, 2).window == 2
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_packs_across_the_ends_of_epochs_leave_out_no_sample_and_repeat_none(seed: int) -> None:
+    corpus: Any = Lengths(9, 1, 8, 2, 7, 3, 6)
+    order = WindowOrder(SampleOrder(7, seed, shuffle=True), corpus, 100, 4, 2)
+    packs = [order(2 * pack).tolist() for pack in range(14)]
+    assert all(len(set(pack)) == 2 for pack in packs)
+    for end in range(1, 15):
+        uses = np.bincount([sample for pack in packs[:end] for sample in pack], minlength=7)
+        assert uses.max() - uses.min() <= 1
+
+
 def corpus_of(*lengths: int, **fields: Any) -> Corpus:
     """Corpus of documents of some lengths, whose token i is i."""
     starts = np.cumsum([0, *lengths])
@@ -420,3 +432,16 @@ def test_streams_continue_at_a_state_of_the_same_data_only() -> None:
         opened("b").load_state({**state, "tokenisation": -1})
     with pytest.raises(DataError, match="another version of d9d-data saved it"):
         opened("b").load_state({"consumed": 0, "fingerprint": "x"})
+
+
+@pytest.mark.parametrize(
+    ("length", "lost"),
+    [(3, [[7], [0], [0, 2], [2]]), (4, [[7, 0], [0], [2], [2]]), (8, [[7, 0], [2]]), (16, [[7, 0, 2]])],
+)
+def test_a_packed_sample_tells_the_losses_of_all_documents_that_it_has_tokens_of(
+    length: int, lost: list[list[int]]
+) -> None:
+    corpus = corpus_of(3, 5, 8, lost=np.asarray([7, 0, 2]))
+    samples = np.arange(len(lost))
+    assert TextSamples(corpus, length).lost(samples) == lost
+    assert TextSamples(corpus, length).lost(samples[::-1]) == lost[::-1]

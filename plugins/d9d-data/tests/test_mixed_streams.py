@@ -593,6 +593,13 @@ def test_an_iterable_dataset_is_read_epoch_after_epoch() -> None:
     assert packs_of(Epochs()).pack_at(5) == [([0], [5]), ([1], [6])]
 
 
+def test_an_iterable_dataset_is_read_again_only_to_go_back() -> None:
+    packs = packs_of(dataset := Epochs((20,)))
+    for consumed, calls in ((0, [0]), (4, [0]), (12, [0]), (12, [0, 0]), (8, [0, 0, 0]), (12, [0, 0, 0])):
+        assert packs.pack_at(consumed) == [([place], [place]) for place in (consumed, consumed + 1)]
+        assert dataset.calls == calls
+
+
 def test_epochs_of_an_iterable_dataset_have_one_length_and_items() -> None:
     with pytest.raises(DataError, match=r"^data.build: epoch 1 of m:f has 3 items, but the first had 5; give all"):
         packs_of(Epochs((5, 3))).pack_at(8)

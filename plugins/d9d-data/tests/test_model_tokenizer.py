@@ -12,7 +12,8 @@ from d9d_core.data import DataContext
 from d9d_core.errors import DataError
 from d9d_data.config import TextConfig
 from d9d_data.stream.text import TextStream, build_text
-from tokenizers import Tokenizer, models
+from d9d_data.tokenizer.base import TextTokenizer
+from tokenizers import Tokenizer, models, processors
 
 
 def save(directory: Path, tokens: Sequence[str]) -> Path:
@@ -77,3 +78,34 @@ def test_a_model_without_one_needs_a_name(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="there is no tokenizer.json next to the weights of .*; name the tokenizer"):
             opened(tmp_path, location)
         assert opened(tmp_path, location, tokenizer="bytes").facts["vocab_size"] == 257
+
+
+@pytest.mark.parametrize(
+    ("form", "before", "after", "adds_end"),
+    [
+        ("$A", 0, 0, False), ("<s> $A", 1, 0, False), ("$A </s>", 0, 1, True), ("<s> $A </s>", 1, 1, True),
+        ("$A <s>", 0, 1, False), ("$A <s> </s>", 0, 2, True), ("$A </s> <s>", 0, 2, False),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_adds_the_end_if_it_is_the_last_token_after_a_text(
+    form: str, before: int, after: int, adds_end: bool
+) -> None:
+    backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate("abc")}, merges=[]))
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single=form, special_tokens=[("<s>", 3), ("</s>", 4)])
+    made = TextTokenizer(backend, "</s>", "a tokenizer")
+    assert (made.adds_after, made.adds_end) == (after, adds_end)
+    (ids,) = made.encode(["abc"])
+    assert ids[before : len(ids) - after].tolist() == [0, 1, 2]
+    assert made.ended(ids).tolist() == [*ids.tolist(), *([] if adds_end else [4])]
+
+
+def test_only_special_tokens_are_looked_for_in_texts_the_longest_first() -> None:
+    backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate("abc")}, merges=[]))
+    backend.add_special_tokens(["</s>", "</s><s>"])
+    backend.add_tokens(["abc"])
+    made = TextTokenizer(backend, "</s>", "a tokenizer")
+    assert made.specials == ("</s><s>", "</s>")
+    assert made.spelled(["abc", "a</s><s>", "</s>"]) == "</s><s>"
+    assert made.spelled(["abc", "s>"]) == ""
+    assert (made.vocab_size, made.end_of_text_id, made.quoted) == (6, 3, "text")

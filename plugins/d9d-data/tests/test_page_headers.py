@@ -20,6 +20,9 @@ FIELDS = bytes.fromhex(
     "1c 15 01 00"  # 9: a structure with the number -1
     "05 28 14"  # 20: its number in full, and the number 10
     "19 f5 10 00000000000000000000000000000000"  # 21: a list of sixteen numbers
+    "19 22 01 02"  # 22: a list of two booleans, by their other type
+    "1a 1c 15 01 00"  # 23: a set of a structure
+    "14 04"  # 24: the number 2
     "00"
 )
 
@@ -27,7 +30,8 @@ FIELDS = bytes.fromhex(
 def test_fields_of_every_type_are_read_or_skipped() -> None:
     reader = _Thrift(io.BytesIO(FIELDS + b"rest"))
     assert reader.struct() == {
-        1: 75, 2: True, 3: False, 4: 7, 5: 8, 6: 3, 7: 2, 8: 3, 9: {1: -1}, 20: 10, 21: 16,
+        1: 75, 2: True, 3: False, 4: 7, 5: 8, 6: 3, 7: 2, 8: 3, 9: {1: -1}, 20: 10, 21: 16, 22: 2,
+        23: 1, 24: 2,
     }  # fmt: skip
     assert reader.read == len(FIELDS)
 

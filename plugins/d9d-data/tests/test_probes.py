@@ -75,6 +75,25 @@ def test_a_template_that_changes_a_marker_lets_no_place_be_found() -> None:
         found.end_before(3)
 
 
+def test_a_content_begins_before_its_first_letter_or_where_it_would_begin() -> None:
+    silent: Message = {"role": "assistant", "content": ""}
+    for render, number in ((turns, ""), (numbered, "4:")):
+        found = probe(render, USER, REPLY, silent, USER)
+        assert found._place_of_content(0) == len(f"{number}<user>")
+        assert found._place_of_content(1) == len(f"{number}<user>ask<assistant>")
+        assert found._place_of_content(2) == len(f"{number}<user>ask<assistant>say  so<assistant>")
+        assert found._place_of_content(3) == len(f"{number}<user>ask<assistant>say  so<assistant><user>")
+
+    def measured(messages: Sequence[Message]) -> str:
+        return f"{len(turns(messages))}:{turns(messages)}"
+
+    def without(messages: Sequence[Message]) -> str:
+        return turns([message for message in messages if message["role"] == "user"])
+
+    for render in (measured, without):  # what comes before changes, or the content is left out
+        assert probe(render, USER, silent, USER)._place_of_content(1) is None
+
+
 def test_a_template_that_refuses_the_messages_up_to_a_reply_cannot_end_it() -> None:
     def whole(messages: Sequence[Message]) -> str:
         if len(messages) == 2:

@@ -507,6 +507,63 @@ def test_a_damaged_page_is_named_by_its_place(tmp_path: Path) -> None:
         list(read_records(path))
 
 
+@pytest.mark.parametrize("place", [7, 9], ids=["unpacked", "packed"])
+def test_a_page_of_a_negative_size_is_named_by_its_place(tmp_path: Path, place: int) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table, path = pa.table({"a": [1, 2, 3]}), tmp_path / "a.parquet"
+    pq.write_table(table, path, use_dictionary=False, compression="none", write_statistics=False)
+    data = bytearray(path.read_bytes())
+    assert data[4:7] == b"\x15\x00\x15"  # a page of data; the size follows, its last bit is the sign
+    data[place] |= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        DataError, match=r"\(the header of a page at byte 4: the header of a page has a size that is negative or"
+    ):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (103, "a page of column 'a' of row group 0 takes 104 bytes in memory but has "),
+        (207, "row group 0 takes 208 bytes in memory but has {size} in the file; write the table again"),
+        (299, "row group 1 takes 312 bytes in memory but has {size} in the file; write the table again"),
+        (312, None),
+    ],
+)
+def test_parts_of_a_table_beyond_the_budget_are_named_with_their_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, said: str | None
+) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"a": "x" * 100, "b": "y" * 100}, {"a": "x" * 152, "b": "y" * 152}]  # and four bytes for each length
+    table, path = pa.Table.from_pylist(rows, pa.schema({"a": pa.string(), "b": pa.string()})), tmp_path / "a.parquet"
+    table = table.cast(pa.schema([pa.field(name, pa.string(), nullable=False) for name in "ab"]))
+    pq.write_table(table, path, use_dictionary=False, compression="none", row_group_size=1, data_page_version="1.0")
+    monkeypatch.setattr(table_sizes, "BUDGET", budget)
+    monkeypatch.setattr(table_sizes, "RATIO", 0)
+    if said is None:
+        assert [record.values for record in read_records(path)] == rows
+        return
+    with pytest.raises(DataError) as caught:
+        list(read_records(path))
+    expected = f"data.sources: {path}: " + said.format(size=f"{path.stat().st_size:,}")
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_row_of_texts_of_fixed_length_counts_although_it_has_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": pa.array([None], pa.binary(5000)), "b": pa.array([None], pa.binary(1))}), path)
+    monkeypatch.setattr(table_sizes, "RATIO", 0)
+    monkeypatch.setattr(table_sizes, "BUDGET", 5000)
+    with pytest.raises(DataError, match=r"a\.parquet: a row of row group 0 takes 5,001 bytes in memory but has "):
+        list(read_records(path))
+    monkeypatch.setattr(table_sizes, "BUDGET", 5001)
+    assert len(list(read_records(path))) == 1
+
+
 def test_a_process_keeps_its_larger_limit_of_columns(tmp_path: Path) -> None:
     kept = csv.field_size_limit(2**41)
     try:

@@ -151,6 +151,7 @@ def test_objects_are_valid_and_complete(kind: str, nodes: int) -> None:
     }  # fmt: skip
     config_map, job = objects(request(nodes=nodes), kind=kind, **fields)
     validated(job["kind"], job)
+    assert "nodeSelector" not in pod_of(objects(request(nodes=nodes), kind=kind)[1])[0]
     assert config_map["data"] == {"job.yaml": "run:\n  name: mine\nsteps: 5\n"}
     assert config_map["metadata"]["name"] == job["metadata"]["name"] == "mine-1128120005"
     assert config_map["metadata"]["namespace"] == job["metadata"]["namespace"] == "team"

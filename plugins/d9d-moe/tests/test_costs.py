@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from d9d_core.cost import Exchange, OpCost, Weight
+from d9d_core.cost import Exchange, OpCost, Share, Weight
+from d9d_core.errors import BuildError
 from d9d_moe import costs
 
 WEIGHTS = (Weight("experts.gate_proj", (3, 5, 7), "bank"),)
@@ -66,3 +67,31 @@ def test_no_more_rows_leave_than_a_token_has_experts() -> None:
     assert found.exchanges[0].size == 8 * (4 + 4)
     assert found.exchanges[1].size == pytest.approx(60)
     assert found.workspace == pytest.approx(60 + 60)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_layer_of_experts_has_the_costs_of_its_ranks_positions_and_experts(compiled: bool) -> None:
+    # 2 samples of 12 positions, of which cp halves each sample and tp takes a third: 4 tokens, and 8 rows.
+    share = Share(samples=2, length=12, tensor=3, context=2, experts=2, width=2, compiled=compiled)
+    found = costs.mixture(share, hidden=5, inside=7, experts=6, per_token=2)
+    sent = costs.dispatch(4, 6, 2, 5, 2, 2)
+    banks = (
+        Weight("ffn.experts.gate_proj", (3, 5, 7), "bank"), Weight("ffn.experts.up_proj", (3, 5, 7), "bank"),
+        Weight("ffn.experts.down_proj", (3, 7, 5), "bank"),
+    )  # fmt: skip
+    assert found.ops == (
+        OpCost("ffn input", "memory", kept=40),
+        *costs.router(4, 5, 6, 2, weights=(Weight("ffn.router.weight", (6, 5)),)),
+        costs.permutation(4, 8, 5, 2),
+        *costs.grouped_swiglu(8, 5, 7, 3, 2, compiled=compiled, weights=banks),
+        *sent.ops,
+    )
+    assert (found.name, found.parameters, found.experts) == ("layer with experts", 5 * 6, 3 * 3 * 5 * 7)
+    assert found.workspace == pytest.approx(2 * 2 * 8 * (5 + 7) + sent.workspace)
+    assert (found.exchanges, found.backward_exchanges) == (sent.exchanges, sent.backward_exchanges)
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
+    with pytest.raises(BuildError) as caught:
+        costs.mixture(Share(samples=1, length=4, experts=4), 5, 7, 6, 2)
+    assert str(caught.value) == "mesh.ep is 4, which does not divide 6 experts; use a divisor"

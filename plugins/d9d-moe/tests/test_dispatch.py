@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_moe.dispatch.local import LocalDispatcher, sort_by_expert
+from d9d_moe.dispatch.local import LocalDispatcher, LocalHandle, sort_by_expert
 from d9d_moe.dispatch.permutation import permute, unpermute
 from d9d_moe.router.routing import TopKRouting
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
@@ -115,6 +115,14 @@ def test_with_a_limit_there_is_room_for_no_more_rows_than_experts_take() -> None
     assert LocalDispatcher().combine(sent.tokens, sent.handle).wait().flatten().tolist() == [3, 14, 0]
     few = TopKRouting.of(torch.tensor([[0, 0], [0, 1], [1, 1]]), torch.ones(3, 2), experts=1, limit=3)
     assert len(LocalDispatcher().dispatch(tokens, few).wait().tokens) == 3
+
+
+@pytest.mark.parametrize(("limit", "rows", "absent"), [(None, 6, False), (2, 6, False), (1, 3, True)])
+def test_choices_are_absent_only_if_there_is_not_a_row_for_each(limit: int | None, rows: int, absent: bool) -> None:
+    chosen = TopKRouting.of(torch.tensor([[0, 1], [1, 2], [2, 0]]), torch.ones(3, 2), experts=3, limit=limit)
+    sent = LocalDispatcher().dispatch(torch.ones(3, 1), chosen).wait()
+    assert isinstance(sent.handle, LocalHandle)
+    assert (len(sent.tokens), sent.handle.absent) == (rows, absent)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])

@@ -41,12 +41,13 @@ def outputs() -> tuple[list[float], list[float], list[float], dict[str, list[int
     inner = nn.Sequential(nn.Linear(3, 4, device="meta"))
     spread_bank(inner, bank.weight.device_mesh, "inner")
     spread = {name: list(part.to_local().shape) for name, part in inner.named_parameters()}
+    spread["output"] = list(inner(torch.ones(1, 3, device="meta")).shape)
     return first.flatten().tolist(), other(x).flatten().tolist(), bank.weight.grad.to_local().flatten().tolist(), spread
 
 
 @pytest.mark.thorough
 def test_each_rank_computes_with_its_own_experts_and_a_copy_with_the_copys(world: type[World]) -> None:
-    spread = {"0.weight": [2, 3], "0.bias": [2]}
+    spread = {"0.weight": [2, 3], "0.bias": [2], "output": [1, 2]}
     assert world(2).run(outputs) == [
         ([3.0, 3.0], [0.0, 0.0], [1.0] * 6, spread),
         ([6.0, 6.0], [0.0, 0.0], [1.0] * 6, spread),

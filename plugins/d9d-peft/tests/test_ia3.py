@@ -10,6 +10,7 @@ import pytest
 import torch
 from d9d_peft.ia3.config import Ia3Config
 from d9d_peft.ia3.method import Ia3
+from d9d_weights.graph.graph import map_tensors
 from torch import Tensor, nn
 
 
@@ -68,3 +69,20 @@ def test_merging_leaves_plain_layers_behind() -> None:
     method.merge(stage)
     torch.testing.assert_close(stage(x), before)
     assert [type(layer) for layer in stage] == [nn.Linear, nn.Linear]
+
+
+def test_merged_tensors_of_a_checkpoint_keep_their_dtype() -> None:
+    _, method = adapted()
+    saved = {
+        "0.weight": torch.full((6, 4), 0.5), "0.bias": torch.full((6,), 3.0), "1.weight": torch.full((3, 6), 0.5),
+        "1.bias": torch.ones(3),
+    }  # fmt: skip
+    saved = {name: tensor.bfloat16() for name, tensor in saved.items()}
+    scales = {f"{number}.ia3_l.weight": torch.arange(6) - 2.0 for number in "01"}
+    merged = map_tensors(method.merger([*saved, *scales]), saved | scales)
+    assert {name: tensor.dtype for name, tensor in merged.items()} == dict.fromkeys(saved, torch.bfloat16)
+    halves = [-1.0, -0.5, 0.0, 0.5, 1.0, 1.5]
+    assert merged["0.weight"].T.tolist() == [halves] * 4
+    assert merged["0.bias"].tolist() == [6 * half for half in halves]
+    assert merged["1.weight"].tolist() == [halves] * 3
+    assert merged["1.bias"].tolist() == [1.0] * 3

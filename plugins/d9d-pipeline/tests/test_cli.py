@@ -157,6 +157,13 @@ def test_show_reads_a_job_file(here: Path) -> None:
         run("show", "job.json", "--plugin", "toys.py")
 
 
+def test_without_a_command_the_help_is_shown() -> None:
+    result = CliRunner().invoke(app, [])
+    assert "Show a pipeline schedule, and compare schedules, without a GPU." in result.output
+    assert {"show", "compare"} <= set(result.output.split())
+    assert "--install-completion" not in result.output
+
+
 def test_what_does_not_exist_is_said() -> None:
     with pytest.raises(PluginError, match="unknown schedule '1f2b'"):
         run("show", "1f2b")

@@ -175,6 +175,7 @@ def test_the_script_restarts_after_every_status_but_finished_stopped_and_an_erro
     assert (tmp_path / ".d9d" / "job.yaml").read_text() == request().job
     alone = run_script(SkyPilotConfig(**FIELDS), request(nodes=1))
     assert "--nproc 8 --alone &" in alone
+    assert '[ "$restarts" -lt 10 ] || break' in alone
 
 
 def test_the_script_passes_sigterm_on_and_waits_for_the_save(tmp_path: Path) -> None:

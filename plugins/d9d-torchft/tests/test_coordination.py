@@ -121,11 +121,19 @@ def test_a_replica_beats_from_its_first_quorum_until_it_leaves(
     assert not library.beats
     client.quorum(MINE, 60.0, never)
     assert library.beaten.wait(30)
+    hearts = [thread for thread in threading.enumerate() if thread.name == "d9d-torchft-heartbeat"]
+    assert [heart.daemon for heart in hearts] == [True]
     client.close()
+    assert not hearts[0].is_alive()
     count = len(library.beats)
     assert set(library.beats) == {"b"}
     time.sleep(0.02)
     assert len(library.beats) == count
+
+
+def test_a_replica_that_never_beat_leaves_too(library: Library) -> None:
+    lighthouse_of(Settings("http://10.0.0.9:29510", "b", b"a secret of this job")).close()
+    assert not library.addresses
 
 
 def test_a_lighthouse_that_is_lost_for_a_while_is_connected_again(

@@ -138,6 +138,15 @@ def test_a_layer_that_mixes_tokens_itself_is_a_mixer(found: Any) -> None:
     assert (parts.mixers, parts.others) == ({"Layer"}, {"Own", "Another"})
 
 
+@pytest.mark.parametrize("feature", [0, 3])
+def test_a_module_that_mixes_one_feature_is_a_mixer(found: Any, feature: int) -> None:
+    class ShiftOne(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + hidden.roll(1, dims=1) * (torch.arange(4) == feature)
+
+    assert found(Base([Layer(Own(), ShiftOne())])).mixers == {"ShiftOne"}
+
+
 def test_values_that_differ_between_modules_of_a_class_are_no_constants(found: Any) -> None:
     base = Base([Layer(Own()), Layer(Own())])
     with torch.no_grad():

@@ -142,6 +142,14 @@ def test_a_norm_of_a_narrower_dtype_is_rounded_once_and_the_stream_stays_wide() 
         assert_close_values(one, other, TOLERANCES[torch.float16])
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_the_norm_and_the_sum_have_the_wider_dtype_of_both_inputs(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    x, added, weight = normal(2, 3, dtype=dtypes[0]), normal(2, 3, seed=1, dtype=dtypes[1]), normal(3, seed=2)
+    normed, total = add_rms_norm(x, added, weight, 1e-3)
+    assert normed.dtype == total.dtype == torch.float32
+    assert_close_values(normed, plain_add_rms_norm(x, added, weight, 1e-3)[0])
+
+
 def test_without_an_addition_the_sum_has_the_memory_of_what_was_given() -> None:
     x, weight = normal(3, 8).requires_grad_(), normal(8, seed=1)
     for asked in (True, False):

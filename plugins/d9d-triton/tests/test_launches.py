@@ -53,6 +53,19 @@ def test_rows_are_copied_and_summed_in_blocks_of_at_most_1024_features(
     assert gradients.last(*names) == ((2,), 3, 4, expected, True, False)
 
 
+def test_every_choice_has_a_row_unless_the_caller_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[str, object]] = []
+    for name in ("copy_tokens", "plain_sum", "weighted_sum"):
+        monkeypatch.setattr(permutation, name, lambda *words, name=name: given.append((name, words[-1])))
+    rows, slots, weights = torch.zeros(2, 4), torch.arange(2), torch.ones(2, 1)
+    for more in ({}, {"absent": True}):
+        permutation.permute(rows, slots, slots.view(2, 1), **more)
+        permutation.unpermute(rows, slots, slots.view(2, 1), **more)
+        permutation.unpermute(rows, slots, slots.view(2, 1), weights, **more)
+    names = ("copy_tokens", "plain_sum", "weighted_sum")
+    assert given == [(name, absent) for absent in (False, True) for name in names]
+
+
 def test_gradients_of_many_choices_are_computed_in_tiles_of_4096_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(permutation, "differentiate", kernel := Kernel())
     places, weights = torch.zeros(1, 512, dtype=torch.int64), torch.zeros(1, 512)
@@ -181,8 +194,8 @@ def test_programs_of_a_token_share_its_heads(heads: tuple[int, int], each: int, 
 def test_a_tile_is_exact_only_if_heads_pairs_and_tokens_fill_it() -> None:
     tokens = normed_rope._tile(torch.zeros(1, 1, 4, 128), torch.zeros(1, 1, 4, 128))[0]["TOKENS"]
     for samples, positions, heads, features, exact in (
-        (2, tokens, (4, 4), 128, True), (1, tokens + 1, (4, 4), 128, tokens == 1), (1, tokens, (7, 5), 128, False),
-        (1, 64 * tokens, (4, 4), 96, False),
+        (2, tokens, (4, 4), 128, True), (tokens, 1, (4, 4), 128, True), (1, tokens + 1, (4, 4), 128, tokens == 1),
+        (1, tokens, (7, 5), 128, False), (1, 64 * tokens, (4, 4), 96, False),
     ):  # fmt: skip
         query, key = (torch.zeros(samples, positions, count, features) for count in heads)
         assert normed_rope._tile(query, key)[0]["EXACT"] == exact

@@ -14,7 +14,7 @@ from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy, linear
 from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients
 from d9d_triton import support
-from d9d_triton.linear_cross_entropy import narrow
+from d9d_triton.linear_cross_entropy import backend, narrow
 from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy, LinearCrossEntropyNarrow, narrow_rows
 from d9d_triton.linear_cross_entropy.parts import parts_of
 from d9d_triton.linear_cross_entropy.passes import columns
@@ -260,6 +260,26 @@ def test_a_chunk_has_so_many_tokens_that_its_logits_fit() -> None:
     assert parts[0][1].nbytes + hidden[parts[0][0]].nbytes < 0.295 * GIB
     assert narrow_rows(hidden.float(), weight.float()) == 512
     assert narrow_rows(hidden, weight.new_empty(1 << 20, 2048)) == 256
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_chunks_are_as_large_as_they_may_be_unless_their_size_is_given(
+    monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    asked: list[int] = []
+
+    def note(_hidden: Tensor, _weight: Tensor, _targets: Tensor, rows: int, *_: Any) -> tuple[None, None]:
+        asked.append(rows)
+        return None, None
+
+    monkeypatch.setattr(narrow, "token_losses_narrow", note if trained else None)
+    monkeypatch.setattr(backend, "token_losses", None if trained else note)
+    hidden, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device="meta") for n in (8192, 151_936))
+    op, targets = LinearCrossEntropyNarrow(), torch.empty(8192, dtype=torch.int64, device="meta")
+    monkeypatch.setattr(backend, "autocast_operands", lambda *operands: operands)  # meta has no autocast
+    op(hidden.requires_grad_(trained), weight, targets)
+    op.with_ranks(hidden, weight, targets, rows=7)
+    assert asked == [1024, 7]
 
 
 @pytest.mark.full

@@ -316,6 +316,22 @@ def test_gradients_of_normed_and_turned_heads_are_those_of_the_reference(size: t
     assert_near(found, exact, torch.float32)
 
 
+def test_cosines_and_sines_may_have_other_strides() -> None:
+    query, key, weights = normal(2, 3, 2, 8), normal(2, 3, 1, 8, seed=1), (normal(8, seed=2), normal(8, seed=3))
+    cos, sin = cos_sin(2, 3, 4)
+    sin = sin.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    assert cos.stride() != sin.stride()
+    for found, exact in (
+        (rope.rope(query, key, cos, sin), plain_rope.rope(query, key, cos, sin)),
+        (
+            normed_rope.normed_rope(query, key, *weights, cos, sin, 1e-3),
+            plain_normed_rope.normed_rope(query, key, *weights, cos, sin, 1e-3),
+        ),
+    ):
+        for one, other in zip(found, exact, strict=True):
+            assert_close_values(one, other)
+
+
 def test_only_gradients_of_norms_that_are_trained_are_returned() -> None:
     query, key, weights = normal(1, 2, 2, 4), normal(1, 2, 1, 4, seed=1), normal(2, 4, seed=2)
     trained, frozen = weights[0].clone().requires_grad_(), weights[1]

@@ -54,6 +54,18 @@ def test_a_file_that_grows_is_read_from_where_it_ended(tmp_path: Path, monkeypat
     assert read[-1] == 0
 
 
+@pytest.mark.parametrize("left", range(1, 9))
+def test_a_file_may_end_with_the_filled_end_of_a_block(tmp_path: Path, left: int) -> None:
+    spare = BLOCK - left - len(written([record(0, "x" * 20_000)]))
+    records = [record(0, "x" * (20_000 + spare)), record(1)]
+    whole = written(records)
+    assert len(written(records[:1])) == BLOCK - left
+    segment = Segment(path := tmp_path / "run.wandb")
+    for end, steps in ((BLOCK, [0]), (BLOCK + 6, []), (len(whole), [1])):  # six bytes of a piece's head are too few
+        path.write_bytes(whole[:end])
+        assert [row["step"] for row in segment.rows()] == steps
+
+
 def test_rows_have_nested_and_plain_names_and_other_records_are_passed_over(tmp_path: Path) -> None:
     items = [
         HistoryItem(key="plain", value_json="1.5"),

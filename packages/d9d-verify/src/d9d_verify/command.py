@@ -55,7 +55,7 @@ def verify_job(job: Job, layouts: Sequence[str], steps: int, max_ranks: int, as_
     chosen = [parse_layout(text, job) for text in layouts] or [own_layout(job, max_ranks)]
     verdicts = verify(job, chosen, steps, _note)
     if as_json:
-        sys.stdout.write(json.dumps([verdict.to_json() for verdict in verdicts], indent=1, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps([verdict.to_json() for verdict in verdicts], indent=1) + "\n")
     else:
         _print(verdicts)
     return all(verdict.passed for verdict in verdicts)

@@ -98,7 +98,7 @@ def pad_texts(
     if ends.from_end:
         first = first + cut
     places = np.where(inside, first[:, None] + columns, len(tokens) - 1)
-    if ends.keep and not ends.from_end and cut.any():
+    if ends.keep and not ends.from_end:
         places[:, sequence_length - 1 :] += cut[:, None]
     padded = {
         "tokens": np.asarray(tokens[places], dtype=np.int64),

@@ -122,9 +122,11 @@ class DispatchInFlight:
             self.sizes = Sizes(tuple(numbers[:ranks]), tuple(numbers[ranks : 2 * ranks]))
             self.rows = numbers[-1]
         else:
-            even = (self.plan.padded or 0,) * ranks
+            assert self.plan.padded is not None
+            assert self._routing.limit is not None
+            even = (self.plan.padded,) * ranks
             self.sizes = Sizes(even, even)
-            self.rows = ranks * self.local * (self._routing.limit or 0)
+            self.rows = ranks * self.local * self._routing.limit
         leaving = sum(self.sizes.sent)
         with self._side.active(self._tokens):
             self._pending = PendingTensors((self._rows[:leaving], self._labels[:leaving]), self.sizes, self._group)
