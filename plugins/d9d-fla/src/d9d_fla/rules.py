@@ -12,7 +12,10 @@ from d9d_core.kernel import Decision, OpSignature
 #: Priority and reason of the backend; ``chunked`` of d9d-nn has the lower priority 10.
 _CHOSEN = (20, "Triton kernels that keep 16-bit tensors; the host does not wait")
 #: Priority and reason where the library calls TileLang instead of a Triton kernel.
-_WITH_TILELANG = (0, "the library computes a part of the gradients by TileLang, which was not tested; by name only")
+_WITH_TILELANG = (
+    0,
+    "the library computes a part of the gradients by TileLang, which was not tested; used only if the job names it",
+)
 _FLOATS = ("bfloat16", "float16")
 #: Release of the library whose interface the backend calls.
 _RELEASE = (0, 6)
