@@ -16,3 +16,9 @@ def kind_of(value: object) -> str:
         float: "a number",
     }
     return names.get(type(value), f"a value of type {type(value).__name__}")
+
+
+def type_of(value: object) -> str:
+    """Python type of a value with its article, such as ``an int``, for error messages."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
