@@ -55,7 +55,7 @@ def test_packed_documents_get_flex(explained: Any) -> None:
 def test_samples_of_one_document_get_sdpa_without_a_mask_unless_an_evaluation_packs(explained: Any) -> None:
     chosen, flex, sdpa = explained(DOCUMENTS)
     assert chosen.startswith("attention: sdpa (d9d-nn")
-    assert "taken by name only: samples are one document each, with no window" in flex
+    assert "used only if the job names it: samples are one document each, with no window" in flex
     assert "samples are one document each, so it needs no mask" in sdpa
     chosen, flex, _ = explained(DOCUMENTS, evaluation={"every": 1, "sets": {"whole": DOCUMENTS, "packed": TEXT}})
     assert chosen.startswith("attention: flex (d9d-nn")

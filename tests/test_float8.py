@@ -30,7 +30,7 @@ def test_explain_says_what_is_in_float8_and_what_is_not(
     assert lines[at - 1].startswith("fp8: layers.0.attention.q_proj")
     assert lines[at + 1].startswith("compile: layers.0")
     assert any(line.startswith("grouped_linear: fp8 (d9d-fp8") for line in lines)
-    assert "fp8 accepts, priority 0, taken by name only: float8 products" in out
+    assert "fp8 accepts, priority 0: float8 products" in out
 
 
 def test_a_cpu_is_told_how_to_try_it(small_job: Callable[..., Path], d9d: Callable[..., Any]) -> None:

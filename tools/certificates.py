@@ -104,13 +104,19 @@ def certified(kind: str, registry: Registry) -> Row:
     try:
         found = certify(kind, registry, lambda _: None)
     except D9dError as error:
-        row["refused"] = str(error).splitlines()[0]
+        row["refused"] = _first(str(error))
     except Exception as error:  # forwards of models raise anything
-        row["refused"] = f"it fails with {type(error).__name__}: {error}".splitlines()[0]
+        row["refused"] = _first(f"it fails with {type(error).__name__}: {error}")
     else:
         row["cells"] = {cell.name: [cell.standing, cell.detail] for cell in found.cells}
     row = json.loads(re.sub(r"/[^\s\"]*/(?=(?:site-packages|lib/python[\d.]+|src)/)", "", json.dumps(row)))
     return row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def _first(text: str) -> str:
+    """First line of a text, with the next line if the first announces it by a colon."""
+    lines = text.splitlines()
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].rstrip().endswith(":") else 1])
 
 
 def shown(row: Row) -> str:
@@ -131,8 +137,8 @@ def page(data: Mapping[str, Any]) -> str:
         "",
         "<!-- written by tools/certificates.py -->",
         "`d9d certify` of small models with random weights, in float32. A certificate holds for its config and these",
-        "versions only: `d9d certify DIR` makes the one of your model. `=` exact up to rounding, `r` refused before",
-        "training, `!` differs, `·` does not apply. Reasons and deviations stand in",
+        "versions only: `d9d certify DIR` makes the certificate of your model. `=` exact up to rounding, `r` refused",
+        "before training, `!` differs, `·` does not apply. Reasons and deviations stand in",
         "[certificates.json](certificates.json).",
         "",
         "## Families",

@@ -57,7 +57,7 @@ class Subscribes:
 
 def test_a_component_that_is_nothing_or_no_module_is_named() -> None:
     assert refusal("dataset", None) == "build returned nothing; return the component"
-    assert refusal("model", 3) == "build returned a int, which is not a torch.nn.Module"
+    assert refusal("model", 3) == "build returned an int, which is not a torch.nn.Module"
     check_component(chosen("model"), torch.nn.Linear(1, 1))
     check_component(chosen("unknown kind"), 3)
 
@@ -68,7 +68,7 @@ def test_subscriptions_are_pairs_of_an_event_of_d9d_and_a_function() -> None:
     for pair in ([ev.StepEnds, print], (ev.StepEnds,), (ev.StepEnds, print, print), (ev.StepEnds, "print")):
         found = refusal("subscriber", Subscribes([(ev.StepEnds, print), pair]))
         assert found == f"subscriptions() contains {pair!r}; {text}"
-    assert refusal("subscriber", Subscribes(3)) == "subscriptions() returned a int, not Iterable"
+    assert refusal("subscriber", Subscribes(3)) == "subscriptions() returned an int, not Iterable"
     assert refusal("subscriber", Subscribes([(str, print)])).startswith(
         "subscribes to <class 'str'>; events are: EventsReady, JobConfigured, ModelPlanned, "
     )
@@ -111,16 +111,16 @@ def test_a_metrics_state_has_the_names_and_merges_of_its_reductions() -> None:
     )
     with pytest.raises(BuildError, match=r"must have the same names; only one has: b, c$"):
         check_metric(chosen("metric"), metric({"a": "sum", "b": "sum"}, a=torch.ones(1), c=torch.ones(1)))
-    with pytest.raises(BuildError, match=r"state\(\), for 'a', returned a int, not Tensor$"):
+    with pytest.raises(BuildError, match=r"state\(\), for 'a', returned an int, not Tensor$"):
         check_metric(chosen("metric"), metric({"a": "sum"}, a=3))
-    with pytest.raises(BuildError, match=r"reductions, for 'a', returned a int, not str$"):
+    with pytest.raises(BuildError, match=r"reductions, for 'a', returned an int, not str$"):
         check_metric(chosen("metric"), metric({"a": 3}, a=torch.ones(1)))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"state": lambda: {"m": 3}}, r"state\(\), for 'm', returned a int, not Tensor$"),
+        ({"state": lambda: {"m": 3}}, r"state\(\), for 'm', returned an int, not Tensor$"),
         ({"describe": list}, r"describe\(\) returned a list, not Mapping$"),
         ({"lr": "0.1"}, "lr returned a str, not Real$"),
     ],

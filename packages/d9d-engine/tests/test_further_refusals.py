@@ -58,7 +58,7 @@ def test_replicas_that_diverge_without_being_made_equal_are_refused() -> None:
 @pytest.mark.parametrize(
     ("pack", "problem"),
     [
-        (3, "returned a int; return a list of microbatches"),
+        (3, "returned an int; return a list of microbatches"),
         ([{"x": torch.zeros(1)}, 3], "returned a list of int; a microbatch maps names to tensors"),
         ([{"x": [1]}], "'x' of a microbatch is a list, not a tensor"),
     ],

@@ -418,7 +418,7 @@ def test_an_explanation_says_that_the_job_asked_for_a_backend_and_which_are_take
         "  square: slow (acme), asked for by kernels.square, at op",
         "    reference accepts, priority 0: runs everywhere",
         "    plain accepts, priority 1: takes everything",
-        "    slow accepts, priority -1, taken by name only: slow, for comparisons",
+        "    slow accepts, priority -1, used only if the job names it: slow, for comparisons",
     ]
     assert explained(free).splitlines()[0] == "  square: plain (acme) at op"
 

@@ -132,7 +132,7 @@ def test_a_kernel_is_printed_with_the_answer_of_every_backend(capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines() == [
         "  rope: fast (d9d-triton), asked for by kernels.rope, at a, (the model itself), c, d and 2 more, compiled",
         "    fast accepts, priority 1: fits",
-        "    slow accepts, priority 0, taken by name only: works",
+        "    slow accepts, priority 0, used only if the job names it: works",
         "    reference accepts, priority 0: always",
         "    other refuses: no GPU",
     ]

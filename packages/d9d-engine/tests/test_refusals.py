@@ -126,7 +126,7 @@ def without(cls: type, member: str) -> type:
         ("d9d_peft_methods", without(ToyPeft, "merge"), "peft method 'toy_peft' (acme): ToyPeft lacks merge() of"),
         ("d9d_strategies", without(ToyStrategy, "apply"), "strategy 'toy_strategy' (acme): ToyStrategy lacks apply()"),
         ("d9d_tasks", lambda _config: None, "task 'toy_task' (acme): build returned nothing; return the component"),
-        ("d9d_models", lambda _config, _stage: 5, "(acme): build returned a int, which is not a torch.nn.Module"),
+        ("d9d_models", lambda _config, _stage: 5, "(acme): build returned an int, which is not a torch.nn.Module"),
         ("d9d_tasks", lambda: None, "(acme): stand_ins:build cannot be called with (config): "),
     ],
 )  # fmt: skip
@@ -177,7 +177,7 @@ WRONG: list[tuple[str, type, str, Any, str]] = [
         ToyOptimizer,
         "state",
         lambda self: {"a": 1},
-        "state(), for 'a', returned a int, not Tensor",
+        "state(), for 'a', returned an int, not Tensor",
     ),
     (
         "d9d_subscribers",

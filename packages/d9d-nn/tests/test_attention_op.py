@@ -174,7 +174,7 @@ def test_the_pinned_kernels_are_never_chosen_by_themselves(documents: bool | Non
         decision = supports(cuda(documents=documents))
         assert decision.accept
         assert decision.priority == 0
-        assert "only by name" in decision.reason
+        assert "used only if the job names it" in decision.reason
 
 
 @pytest.mark.parametrize(

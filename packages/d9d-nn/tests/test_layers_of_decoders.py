@@ -221,7 +221,9 @@ def test_a_kernel_without_masks_says_that_documents_are_an_error_where_they_may_
     monkeypatch.setattr(PinnedKernel, "_refusal", lambda *_: None)
     found = kernel.supports(signature(documents))
     assert found.accept
-    assert found.reason.startswith(f"only {kernel.name}; only by name, as sdpa chooses among all kernels")
+    assert found.reason.startswith(
+        f"only {kernel.name}; used only if the job names it, because sdpa chooses among all kernels"
+    )
     assert ("; a call with documents is an error, as it has no mask" in found.reason) == warns
 
 

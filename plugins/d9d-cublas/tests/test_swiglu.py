@@ -71,7 +71,7 @@ def test_a_layer_computes_the_same_by_algorithms_of_the_library(ops: Any, compil
     ("changes", "accepted", "reason"),
     [
         ({}, True, "0.568 instead of 0.611 ms"),
-        ({"checkpointed": True}, True, "by name only"),
+        ({"checkpointed": True}, True, "used only if the job names it"),
         ({"static": {"hidden": 64, "features": 100}}, False, "features 100 is no multiple of 8"),
         ({"dtype": "float32"}, False, "multiplies bfloat16 or float16; the tensors are float32"),
         ({"device": "cpu"}, False, "cuBLASLt needs CUDA, the device is cpu"),

@@ -228,7 +228,7 @@ def test_a_file_without_records_does_not_decide(stream: Open) -> None:
 
 @pytest.mark.parametrize("first", [["a"], "text", 3, None])
 def test_a_first_record_without_fields_is_refused_or_skipped(stream: Open, first: Any) -> None:
-    with pytest.raises(DataError, match=r"0.jsonl:1 has no fields \(it is a "):
+    with pytest.raises(DataError, match=r"0.jsonl:1 has no fields \(it is (a|null)"):
         stream([first, ALPACA])
     reader = stream([first, {"text": "a"}, ALPACA], malformed="skip")
     assert (reader.facts["documents"], reader.facts["skipped"]) == (1, 2)

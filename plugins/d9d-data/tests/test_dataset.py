@@ -253,11 +253,11 @@ def test_a_hugging_face_dataset_is_one() -> None:
     ("function", "fields", "message"),
     [
         ("absent", {}, r"items_of_the_user:absent cannot be imported: AttributeError: .*PYTHONPATH"),
-        ("constant", {}, r"items_of_the_user:constant is a int, not a function"),
+        ("constant", {}, r"items_of_the_user:constant is an int, not a function"),
         ("raising", {}, r"items_of_the_user:raising raised FileNotFoundError with no arguments: no such place"),
         ("leaving", {}, r"items_of_the_user:leaving raised SystemExit"),
         ("sized", {"arguments": {"cuont": 3}}, r"raised TypeError with cuont: .*unexpected keyword argument 'cuont'"),
-        ("constant_of", {}, r"returned a int, not a dataset; return an object with __len__.*, or with __iter__"),
+        ("constant_of", {}, r"returned an int, not a dataset; return an object with __len__.*, or with __iter__"),
         ("endless", {"shuffle": False}, r"the dataset of items_of_the_user:endless is empty"),
         (
             "endless",
@@ -279,11 +279,11 @@ def test_a_hugging_face_dataset_is_one() -> None:
             {"padding": {}, "collate": "items_of_the_user:absent"},
             r"data.collate: .*:absent cannot be imported",
         ),
-        ("sized", {"padding": {}, "collate": "items_of_the_user:constant"}, r"constant is a int, not a function"),
+        ("sized", {"padding": {}, "collate": "items_of_the_user:constant"}, r"constant is an int, not a function"),
         (
             "sized",
             {"padding": {}, "collate": "builtins:len"},
-            r"data.collate: builtins:len returned a int; return a map",
+            r"data.collate: builtins:len returned an int; return a map",
         ),
         (
             "sized",
@@ -291,7 +291,7 @@ def test_a_hugging_face_dataset_is_one() -> None:
             r"'a' has shape \[1\] for 4 items; the first dim",
         ),
         ("of", {"arguments": {"items": []}}, r"the dataset of items_of_the_user:of has no items"),
-        ("of", {"arguments": {"items": [3]}}, r"item 0 of items_of_the_user:of is a int; return a mapping"),
+        ("of", {"arguments": {"items": [3]}}, r"item 0 of items_of_the_user:of is an int; return a mapping"),
         ("of", {"arguments": {"items": [{}]}}, r"item 0 of items_of_the_user:of is an empty mapping"),
         ("of", {"arguments": {"items": [{"text": "a"}]}}, r"item 0 .*: field 'text' is a str of <U1, not of numbers"),
         (

@@ -35,12 +35,12 @@ def table(path: Path, **columns: list[Any]) -> Path:
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n\n{text}', r"a\.jsonl:3 is not JSON \("),
-        ("a.jsonl", b'{"text": "x"}\n"text"', r"a\.jsonl:2 has no fields \(it is a str\)"),
+        ("a.jsonl", b'{"text": "x"}\n"text"', r"a\.jsonl:2 has no fields \(it is a string\)"),
         ("a.jsonl", b'{"body": "x", "id": 1}', r"a\.jsonl:1 has no text in a field 'text' \(it has body, id\); write"),
         ("a.jsonl", b'{"text": null}', r"a\.jsonl:1 has no text in .* it is empty there"),
-        ("a.jsonl", b'{"text": 3}', r"a\.jsonl:1 has no text in .* it is a int there"),
+        ("a.jsonl", b'{"text": 3}', r"a\.jsonl:1 has no text in .* it is a number there"),
         ("a.jsonl", b'{"text": "\xe9"}', r"a\.jsonl:1 is not JSON \(.*can't decode"),
-        ("a.json", b'[{"text": "x"}, 7]', r"a\.json record 2 has no fields \(it is a int\)"),
+        ("a.json", b'[{"text": "x"}, 7]', r"a\.json record 2 has no fields \(it is a number\)"),
         ("a.csv", b"id,text\n1,x\n2,\xe9\n", r"a\.csv:3 is not UTF-8 text"),
         ("a.csv", b"id,text\n1,x\n2\n", r"a\.csv:3 has 1 values, but the table has 2 columns \(id, text\)"),
         ("a.csv", b'id,text\n1,x\n2,"a"b\n', r"a\.csv:3 is not a row of a table \("),
@@ -69,7 +69,7 @@ def test_malformed_documents_are_named_or_left_out(
     ("name", "content", "message"),
     [
         ("a.json", b"[1", r"a\.json is not JSON"),
-        ("a.json", b"7", r"a\.json contains a int, not a list of records; write a list of objects"),
+        ("a.json", b"7", r"a\.json contains a number, not a list of records; write a list of objects"),
         ("a.json", b'{"a": [], "b": []}', r"a\.json is one object with the fields a, b"),
         ("a.json", b"[" * 10**5, r"a\.json is not JSON \(the JSON is nested more than 200 levels deep"),
         ("a.csv", b"text,id,text\n1,2,3\n", r"a\.csv:1 names a column twice \(text, id, text\)"),
@@ -100,7 +100,7 @@ def test_columns_without_text_are_errors_that_name_the_row(tmp_path: Path, open_
         open_stream(table(tmp_path / "a.parquet", text=["x", None]), field="text")
     with pytest.raises(DataError, match=r"b\.parquet row 1 has no text in a field 'text' .* it is empty there"):
         open_stream(table(tmp_path / "b.parquet", text=[None, None]), field="text")
-    with pytest.raises(DataError, match=r"c\.parquet row 1 has no text in a field 'id' .* it is a int there"):
+    with pytest.raises(DataError, match=r"c\.parquet row 1 has no text in a field 'id' .* it is a number there"):
         open_stream(table(tmp_path / "c.parquet", id=[1]), field="id")
     with pytest.raises(DataError, match="the corpus is empty"):
         open_stream(table(tmp_path / "d.parquet", text=pa.array([], pa.string())), field="text")

@@ -534,7 +534,7 @@ def test_datasets_have_items_by_index_or_an_iterator() -> None:
     for dataset, why in (
         (Indexed(), "^data.build: the dataset of m:f has no items; correct it, or data.arguments$"),
         ({1: 2}, "^data.build: m:f returned a dict, not a dataset; return an object"),
-        (object(), "^data.build: m:f returned a object, not"), (Half(), "returned a Half, not"),
+        (object(), "^data.build: m:f returned an object, not"), (Half(), "returned a Half, not"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=why):
             _length(config, dataset)

@@ -29,14 +29,14 @@ def test_a_record_without_a_text_shows_twenty_of_its_fields() -> None:
     assert document._no_text(many, "text", None).startswith(f"has no text in a field 'text' (it has {SHOWN}); write")
     assert "(it has none); write" in document._no_text(record(), "text", None)
     assert "(it has text); it is empty there: write" in document._no_text(record(text=None), "text", None)
-    assert "(it has text); it is a int there: write" in document._no_text(record(text=3), "text", 3)
+    assert "(it has text); it is a number there: write" in document._no_text(record(text=3), "text", 3)
 
 
 def test_a_labelled_record_shows_twenty_of_its_fields() -> None:
     found = str(labelled._without(record(**dict.fromkeys(NAMES, 1)), "label", "label"))
     assert found.startswith(f"a.jsonl:7 has no label in a field 'label' (it has {SHOWN}); name another field")
     assert "(it has none); name" in str(labelled._without(record(), "label", "label"))
-    assert "(it has label); it is a int there; name" in str(labelled._without(record(label=3), "label", "label"))
+    assert "(it has label); it is a number there; name" in str(labelled._without(record(label=3), "label", "label"))
     assert "(it has label); name" in str(labelled._without(record(label="x"), "label", "label"))
 
 

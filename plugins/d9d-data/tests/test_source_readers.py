@@ -308,7 +308,7 @@ def test_a_json_file_is_a_list_or_has_one(value: Any, found: list[int], tmp_path
     assert [str(record.place) for record in read_records(path, reject=reject)] == [
         f"{path} record {number}" for number in found
     ]
-    told = [(f"{path} record 2", "has no fields (it is a int); write objects")]
+    told = [(f"{path} record 2", "has no fields (it is a number); write objects")]
     assert wrong == (told if isinstance(value, list) and value else [])
 
 
@@ -317,7 +317,7 @@ def test_a_json_file_is_a_list_or_has_one(value: Any, found: list[int], tmp_path
     [
         ('{"a": [1], "b": [2]}', r"is one object with the fields a, b, but not a list of records"),
         ("{}", r"is one object with the fields \(none\), but not"),
-        ("3", "contains a int, not a list of records; write a list of objects"),
+        ("3", "contains a number, not a list of records; write a list of objects"),
         ('{"data": 3, "x": 1}', "is one object with the fields data, x, but not"),
         ("[1", r"is not JSON \(.*\); repair it"),
     ],

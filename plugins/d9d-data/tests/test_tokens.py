@@ -72,7 +72,7 @@ def test_the_field_with_the_tokens_to_learn_is_told_or_named(stream: Open) -> No
     [
         ({"ids": [1]}, r"has no field 'input_ids' \(it has ids\)"),
         ({"input_ids": [], "labels": []}, "input_ids is empty; leave the record out"),
-        ({"input_ids": "1 2", "labels": []}, "input_ids is a str, not a list of numbers"),
+        ({"input_ids": "1 2", "labels": []}, "input_ids is a string, not a list of numbers"),
         ({"input_ids": [[1, 2]], "labels": [1]}, r"input_ids\[0\] is \[1, 2\]; give whole numbers"),
         ({"input_ids": [1, [2]], "labels": [1]}, r"input_ids\[1\] is \[2\]; give whole numbers"),
         ({"input_ids": [1, None], "labels": [1, 2]}, r"input_ids\[1\] is None; give whole numbers"),

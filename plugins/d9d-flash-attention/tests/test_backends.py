@@ -290,7 +290,7 @@ def test_what_nobody_measured_is_by_name_only(
     decision = getattr(rules, f"supports_{number}")(signature(documents, window=window))
     assert decision.accept
     assert decision.priority == 0
-    assert "by name only" in decision.reason
+    assert "used only if the job names it" in decision.reason
 
 
 @pytest.mark.parametrize("major", [9, None])

@@ -120,7 +120,7 @@ def test_neither_volunteers() -> None:
         decision = supports(signature())
         assert decision.accept
         assert decision.priority == 0
-        assert "only by name" in decision.reason
+        assert "used only if the job names it" in decision.reason
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_job_gets_them_by_name_only(registry: Any) -> None:
 def test_each_reason_says_that_it_is_by_name_only(op: str) -> None:
     decision = getattr(rules, op)(OpSignature(op, "cuda", "bfloat16", {}))
     assert decision.accept
-    assert ("by name only" in decision.reason) == (decision.priority == 0)
+    assert ("used only if the job names it" in decision.reason) == (decision.priority == 0)
 
 
 def test_without_the_library_they_are_refused(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:

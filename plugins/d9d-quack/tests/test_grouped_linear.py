@@ -157,7 +157,7 @@ def signature(**changes: Any) -> OpSignature:
 
 @pytest.mark.parametrize(
     ("major", "chosen", "reason"),
-    [(9, True, ""), (None, True, ""), (10, False, "by name"), (8, None, "this GPU has 8.x")],
+    [(9, True, ""), (None, True, ""), (10, False, "used only if the job names it"), (8, None, "this GPU has 8.x")],
 )
 def test_it_is_chosen_where_it_was_measured(
     monkeypatch: pytest.MonkeyPatch, major: int | None, chosen: bool | None, reason: str

@@ -78,7 +78,7 @@ def test_it_accepts_but_never_volunteers() -> None:
     decision = rules.rms_norm(signature())
     assert decision.accept
     assert decision.priority == 0
-    assert "by name only" in decision.reason
+    assert "used only if the job names it" in decision.reason
 
 
 @pytest.mark.parametrize(("major", "accepted"), [(8, False), (9, True), (10, True), (12, False), (None, True)])

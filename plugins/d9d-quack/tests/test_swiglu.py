@@ -189,8 +189,8 @@ def signature(**changes: Any) -> OpSignature:
 @pytest.mark.parametrize(
     ("major", "changes", "reason"),
     [
-        (9, {}, "by name only"),
-        (None, {}, "by name only"),
+        (9, {}, "used only if the job names it"),
+        (None, {}, "used only if the job names it"),
         (8, {}, "this GPU has 8.x"),
         (9, {"static": {"hidden": 64, "features": 100}}, "features 100 is no multiple of 8"),
         (9, {"dtype": "float32"}, "multiplies bfloat16 or float16; the tensors are float32"),
@@ -201,7 +201,7 @@ def test_it_accepts_where_its_products_run_but_never_volunteers(
 ) -> None:
     monkeypatch.setattr(rules, "capability", lambda: major)
     decision = rules.swiglu(signature(**changes))
-    assert (decision.accept, decision.priority) == ("by name" in reason, 0)
+    assert (decision.accept, decision.priority) == ("names it" in reason, 0)
     assert reason in decision.reason
 
 

@@ -29,7 +29,7 @@ def test_kernels_of_layers_are_chosen_in_eager_code_and_where_they_win_in_compil
     assert rules.RULES[op].eager[0] == 20
     assert asked(rules.by_rule, op, compiled=True) == (True, *rules.RULES[op].compiled)
     assert rules.RULES[op].compiled[0] == compiled
-    assert ("by name only" in rules.RULES[op].compiled[1]) == (compiled == 0)
+    assert ("used only if the job names it" in rules.RULES[op].compiled[1]) == (compiled == 0)
     assert len(rules.RULES) == 9
 
 
@@ -46,7 +46,8 @@ def test_a_norm_has_rows_that_fit_into_a_program() -> None:
 def test_products_inside_an_op_are_used_in_checkpointed_blocks_by_name_only() -> None:
     assert asked(rules.joint, "swiglu")[:2] == (True, 20)
     assert asked(rules.joint, "swiglu", checkpointed=True) == (
-        True, 0, "activation checkpointing cannot save products inside this op (save: [aten.mm]); by name only",
+        True, 0, "activation checkpointing cannot save products inside this op (save: [aten.mm]); used only if the job "
+        "names it",
     )  # fmt: skip
     assert asked(rules.joint, "swiglu", device="xpu", checkpointed=True)[0] is False
 
@@ -69,7 +70,7 @@ def test_losses_and_optimizers_run_on_cuda_in_some_dtypes(supports: Any, dtypes:
     others = {"bfloat16", "float16", "float32", "float64"} - {*dtypes.split(", ")}
     for dtype in others:
         assert asked(supports, "an op", dtype) == (False, 0, f"reads {dtypes}; the tensors are {dtype}")
-    assert ("by name only" in asked(supports, "an op")[2]) == (priority == 0)
+    assert ("used only if the job names it" in asked(supports, "an op")[2]) == (priority == 0)
 
 
 def test_the_power_of_gradients_is_that_of_the_euclidean_norm() -> None:
@@ -83,7 +84,7 @@ def test_the_power_of_gradients_is_that_of_the_euclidean_norm() -> None:
 def test_on_a_cpu_kernels_are_interpreted_if_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert asked(support.adamw, "adamw", device="cpu") == (
-        True, 0, "interpreted on the CPU, for tests; by name only",
+        True, 0, "interpreted on the CPU, for tests; used only if the job names it",
     )  # fmt: skip
     assert asked(support.adamw, "adamw", device="xpu") == (False, 0, "Triton kernels run on cuda; the device is xpu")
     assert asked(support.adamw, "adamw", static={"amsgrad": False, "maximize": False})[:2] == (True, 20)

@@ -317,7 +317,7 @@ def test_it_is_never_chosen_by_itself() -> None:
     decision = support.linear_cross_entropy_sum_narrow(OpSignature("linear_cross_entropy", "cuda", "bfloat16", {}))
     assert decision.accept
     assert decision.priority == 0
-    assert "by name only" in decision.reason
+    assert "used only if the job names it" in decision.reason
 
 
 def test_float16_is_refused_which_lacks_the_range() -> None:

@@ -281,7 +281,7 @@ def test_it_is_never_chosen_by_itself() -> None:
     decision = support.linear_cross_entropy_words(signature)
     assert decision.accept
     assert decision.priority == 0
-    assert "by name only" in decision.reason
+    assert "used only if the job names it" in decision.reason
 
 
 # --- on a GPU, of the size of a model

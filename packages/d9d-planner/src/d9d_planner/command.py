@@ -107,7 +107,10 @@ def with_memory(device: Device, memory: int | None) -> Device:
 
 
 def accepted(found: Found, job: JobFile, most: int) -> list[Prediction]:
-    """Layouts that pass the job's checks: the fastest layouts, then the layouts that need the least memory."""
+    """Up to ``most`` layouts that pass the job's checks, sorted by predicted time.
+
+    The fastest ``4 * most`` layouts are checked first, then the layouts of the Pareto front of time and memory.
+    """
     chosen: list[Prediction] = []
     for prediction in [*found.ranked[: 4 * most], *found.pareto]:
         if prediction in chosen:

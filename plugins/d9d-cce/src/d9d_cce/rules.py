@@ -8,10 +8,10 @@ from d9d_core.kernel import Decision, OpSignature
 #: approximate.
 BY_NAME = 0
 #: Priority and reason of each backend on CUDA.
-EXACT = (BY_NAME, "no logits in memory; all gradients, summed in the dtype of the model; by name only")
+EXACT = (BY_NAME, "no logits in memory; all gradients, summed in the dtype of the model; used only if the job names it")
 FILTERED = (
     BY_NAME,
-    "skips the gradients of tiles whose probabilities are all small: an approximation; by name only",
+    "skips the gradients of tiles whose probabilities are all small: an approximation; used only if the job names it",
 )
 #: Dtypes that the backward supports.
 _FLOATS = ("bfloat16", "float16")

@@ -28,6 +28,9 @@ def swiglu(signature: OpSignature) -> Decision:
             False, f"its algorithms need rows of 16 bytes or multiples: {sizes} is no multiple of {_ALIGNED}"
         )
     if signature.checkpointed:
-        reason = "activation checkpointing cannot save products inside this op (save: [aten.mm]); by name only"
+        reason = (
+            "activation checkpointing cannot save products inside this op (save: [aten.mm]); used only if the job "
+            "names it"
+        )
         return Decision(True, reason)
     return Decision(True, REASON, PRIORITY)

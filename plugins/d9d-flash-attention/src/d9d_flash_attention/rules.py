@@ -47,7 +47,7 @@ class Library:
     measured: int | None = None
 
 
-_UNMEASURED = (BY_NAME, "by name only, because it was not compared with sdpa and flex")
+_UNMEASURED = (BY_NAME, "used only if the job names it, because it was not compared with sdpa and flex")
 #: Version -> library.
 LIBRARIES: Mapping[int, Library] = {
     2: Library("FlashAttention 2", (8, 9, 10, 12), {None: 256}, _UNMEASURED, _UNMEASURED, _UNMEASURED),
@@ -59,7 +59,7 @@ LIBRARIES: Mapping[int, Library] = {
         whole=(20, "1.82 ms instead of cuDNN's 2.07: an H200, 4 x 4096, 16 heads of 128, forward and backward"),
         # Forward and backward for 14 documents in 4 x 4096 tokens: 1.07 ms (flex 1.35 ms); for 41 documents: 0.92 ms
         # (flex 0.90 ms). A step of a 2 G model is 1 % faster than with flex.
-        documents=(BY_NAME, "by name only: as fast as flex, but allows only one document per 64 tokens"),
+        documents=(BY_NAME, "used only if the job names it: as fast as flex, but one document per 64 tokens at most"),
         windows=_UNMEASURED,
         # Measured to be right on an H200, with one and several documents. Release 4.0.0b36 pads heads to 16 features;
         # where that is no multiple of 32 (8, 16, 40, 48, 72, 80, 112) its gradients are wrong: cosines with the

@@ -43,7 +43,8 @@ def supports_grouped(signature: OpSignature) -> Decision:
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
         shown = "{}.{}".format(*torch.cuda.get_device_capability())
         return Decision(accept=False, reason=f"the kernel needs compute capability 9.x or 10.x, this GPU has {shown}")
-    return Decision(accept=True, reason="float8 products, weight gradients in bfloat16; only by name, as it rounds")
+    reason = "float8 products, weight gradients in bfloat16; used only if the job names it, because it rounds"
+    return Decision(accept=True, reason=reason)
 
 
 def build_grouped(_signature: OpSignature) -> Callable[..., Tensor]:
@@ -57,7 +58,8 @@ def supports_emulated(signature: OpSignature) -> Decision:
         return Decision(accept=False, reason=refusal)
     if signature.dtype not in _EMULATED:
         return Decision(accept=False, reason=f"needs one of {', '.join(_EMULATED)}, the model is {signature.dtype}")
-    return Decision(accept=True, reason="rounds as fp8 does, in a loop over experts; only by name, as it is slow")
+    reason = "rounds as fp8 does, in a loop over experts; used only if the job names it, because it is slow"
+    return Decision(accept=True, reason=reason)
 
 
 def build_emulated(_signature: OpSignature) -> Callable[..., Tensor]:

@@ -23,7 +23,10 @@ def supports(signature: OpSignature) -> Decision:
     """Accept bfloat16 on CUDA; priority 0, so a job must name the backend."""
     if refusal := _refusal(signature):
         return Decision(accept=False, reason=refusal)
-    reason = "one call for all experts; by name only, as the host waits for the counts of rows before each product"
+    reason = (
+        "one call for all experts, but the host waits for the counts of rows before each product; used only if the job "
+        "names it"
+    )
     return Decision(accept=True, reason=reason)
 
 

@@ -12,13 +12,19 @@ MOST_FEATURES = 65536
 
 #: Op -> priority and reason on CUDA; a backend of priority 0 is used only if a job names it.
 RULES: Mapping[str, tuple[int, str]] = {
-    "rms_norm": (0, "one pass in each direction; by name only"),
-    "silu_mul": (0, "one pass in each direction, but a copy of both inputs in the backward; by name only"),
-    "rope": (0, "one launch in each direction, after a copy, because it rotates in place; by name only"),
+    "rms_norm": (0, "one pass in each direction; used only if the job names it"),
+    "silu_mul": (
+        0,
+        "one pass in each direction, but a copy of both inputs in the backward; used only if the job names it",
+    ),
+    "rope": (
+        0,
+        "one launch in each direction, after a copy, because it rotates in place; used only if the job names it",
+    ),
     "linear_cross_entropy": (
         0,
         "exact, in little memory; the backward recomputes the logits, and the host waits for the device twice per "
-        "microbatch; by name only",
+        "microbatch; used only if the job names it",
     ),
 }
 

@@ -54,14 +54,14 @@ def _plain(config: OptimizerConfig, width: int, moments: int, passes: tuple[int,
 
 
 def adamw(config: AdamWConfig, width: int) -> OptimizerCost:
-    """Cost of ``adamw``: two moments, with ``amsgrad`` three, and the lower bits of master weights."""
+    """Cost of an update by ``adamw``, with two moments, three for ``amsgrad``, and lower bits of master weights."""
     cost = _adam(config, width)
     lower = _FLOAT32 - width if config.master_weights else 0
     return OptimizerCost(cost.state + lower, cost.traffic + 2 * lower)
 
 
 def adam(config: AdamFields, width: int) -> OptimizerCost:
-    """Cost of ``adam``: moments like ``adamw``, with torch's kernel."""
+    """Cost of an update by ``adam``, which has the moments of ``adamw`` and uses torch's fused kernel."""
     return _by_torch(config, width, _adam(config, width))
 
 

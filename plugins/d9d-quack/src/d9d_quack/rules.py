@@ -8,14 +8,20 @@ from typing import Any
 from d9d_core.kernel import Decision, OpSignature
 
 #: Priority and reason of RMSNorm; a backend of priority 0 is used only if a job names it.
-RMS_NORM = (0, "one pass in each direction; by name only, because it was not compared with triton and torch")
+RMS_NORM = (
+    0,
+    "one pass in each direction; used only if the job names it, because it was not compared with triton and torch",
+)
 #: Priority and reason of the SwiGLU layer. In a dense step on an H200, passes over memory take 10 ms less than with
 #: separate kernels, but products take 10 ms more, because the GPU is at its power limit: 349.2 instead of 347.4 ms.
-SWIGLU = (0, "no pass over memory for the gate, but slower products: a dense step takes as long; by name only")
+SWIGLU = (
+    0,
+    "no pass over memory for the gate, but slower products: a dense step takes as long; used only if the job names it",
+)
 #: Priority and reason of the experts' products, in a MoE step on an H200: 131,072 rows, 128 experts of 2,048 x 768.
 GROUPED_LINEAR = (20, "0.64 ms a product, grouped_mm takes 0.79; the host reads no counts")
 #: Priority and reason of the experts' products on GPUs where they were not measured.
-_UNMEASURED = (0, "products of experts were measured on compute capability 9.x only; by name only")
+_UNMEASURED = (0, "products of experts were measured on compute capability 9.x only; used only if the job names it")
 _FLOATS = ("bfloat16", "float16", "float32")
 #: Major compute capabilities that the library supports.
 _CAPABILITIES = (9, 10)

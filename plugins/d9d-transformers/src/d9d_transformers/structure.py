@@ -130,8 +130,11 @@ def layer_list(base: Any) -> tuple[str, nn.ModuleList]:
         for path, module in base.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count and {type(m).__name__ for m in module} <= classes
     ]
+    if not classes:
+        text = f"model.config: {type(base).__name__} names no layer class in _no_split_modules"
+        raise BuildError(f"{text}, so d9d cannot find the list of its layers")
     if len(found) != 1:
-        lists = f"{len(found)} lists of {count} layers ({', '.join(sorted(classes)) or 'of no class'})"
+        lists = f"{len(found)} lists of {count} layers ({', '.join(sorted(classes))})"
         raise BuildError(f"model.config: {type(base).__name__} has {lists}, but d9d needs exactly one list")
     return found[0]
 

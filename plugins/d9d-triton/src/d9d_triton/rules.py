@@ -34,7 +34,10 @@ class Rule:
 RULES: Mapping[str, Rule] = {
     "rms_norm": Rule(
         eager=(PRIORITY, "one pass in each direction; torch's fused norm reaches 1.7 TB/s in its backward"),
-        compiled=(BY_NAME, "inductor fuses norms with neighbouring operations, in a third of the time; by name only"),
+        compiled=(
+            BY_NAME,
+            "inductor fuses norms with neighbouring operations, in a third of the time; used only if the job names it",
+        ),
     ),
     "add_rms_norm": Rule(
         eager=(PRIORITY, "addition and norm in one pass each way; the reference takes two each"),
@@ -45,7 +48,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "silu_mul": Rule(
         eager=(PRIORITY, "one pass in each direction; without a compiler the reference reaches 2.4 TB/s"),
-        compiled=(BY_NAME, "inductor reaches 4.3 TB/s, as much as a copy; by name only"),
+        compiled=(BY_NAME, "inductor reaches 4.3 TB/s, as much as a copy; used only if the job names it"),
     ),
     "swiglu": Rule(
         eager=(PRIORITY, "one product for the gradient of the input, one for the gate and up weight gradients"),
@@ -56,7 +59,10 @@ RULES: Mapping[str, Rule] = {
     ),
     "rope": Rule(
         eager=(PRIORITY, "one launch and one pass for queries and keys; the reference takes many"),
-        compiled=(BY_NAME, "inductor fuses rotations with the norms before them, in half the time; by name only"),
+        compiled=(
+            BY_NAME,
+            "inductor fuses rotations with the norms before them, in half the time; used only if the job names it",
+        ),
     ),
     "normed_rope": Rule(
         eager=(PRIORITY, "one launch each way, where two norms and a rotation take three"),
@@ -71,11 +77,11 @@ RULES: Mapping[str, Rule] = {
     ),
     "permute": Rule(
         eager=(PRIORITY, "copies as the reference does; sums their gradients in one pass, not in one per choice"),
-        compiled=(BY_NAME, "inductor sums the gradients in one pass, too; by name only"),
+        compiled=(BY_NAME, "inductor sums the gradients in one pass, too; used only if the job names it"),
     ),
     "unpermute": Rule(
         eager=(PRIORITY, "one pass in each direction; the reference takes one per choice"),
-        compiled=(BY_NAME, "inductor fuses the passes of the reference; by name only"),
+        compiled=(BY_NAME, "inductor fuses the passes of the reference; used only if the job names it"),
     ),
 }
 #: Largest number of features of a norm: a program holds whole rows of x, of the gradients, and of the weight in
@@ -99,7 +105,10 @@ def joint(signature: OpSignature) -> Decision:
     """
     decision = by_rule(signature)
     if decision.accept and signature.checkpointed:
-        reason = "activation checkpointing cannot save products inside this op (save: [aten.mm]); by name only"
+        reason = (
+            "activation checkpointing cannot save products inside this op (save: [aten.mm]); used only if the job "
+            "names it"
+        )
         return Decision(True, reason, BY_NAME)
     return decision
 

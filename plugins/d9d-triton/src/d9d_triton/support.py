@@ -40,19 +40,23 @@ def linear_cross_entropy(signature: OpSignature) -> Decision:
 
 def linear_cross_entropy_sum(signature: OpSignature) -> Decision:
     """Accept the same calls as :func:`linear_cross_entropy`; a job must name the backend."""
-    reason = "memory for one chunk of logits, if the loss is an unweighted sum; by name only"
+    reason = "memory for one chunk of logits, if the loss is an unweighted sum; used only if the job names it"
     return decide(signature, reason, priority=0)
 
 
 def linear_cross_entropy_sum_narrow(signature: OpSignature) -> Decision:
     """Accept bfloat16 and float32; float16 lacks the range for unscaled gradients. A job must name the backend."""
-    reason = "for an unweighted sum of losses, in less memory; rounds weight gradients once per chunk; by name only"
+    reason = (
+        "for an unweighted sum of losses, in less memory; rounds weight gradients once per chunk; used only if the job "
+        "names it"
+    )
     return decide(signature, reason, ("bfloat16", "float32"), priority=0)
 
 
 def linear_cross_entropy_words(signature: OpSignature) -> Decision:
     """Accept the same calls as :func:`linear_cross_entropy`; a job must name the backend."""
-    return decide(signature, "takes much less memory, but four products instead of three; by name only", priority=0)
+    reason = "takes much less memory, but four products instead of three; used only if the job names it"
+    return decide(signature, reason, priority=0)
 
 
 def vocabulary_parallel_cross_entropy(signature: OpSignature) -> Decision:
@@ -74,7 +78,7 @@ def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS
     if signature.device == "cuda":
         return Decision(True, reason, priority)
     if signature.device == "cpu" and interpreted():
-        return Decision(True, "interpreted on the CPU, for tests; by name only", 0)
+        return Decision(True, "interpreted on the CPU, for tests; used only if the job names it", 0)
     return Decision(False, f"Triton kernels run on cuda; the device is {signature.device}")
 
 

@@ -124,7 +124,7 @@ def schema(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
     registry = discover_plugins(plugin, no_plugins)
     warn_of_problems(registry)
     with redirect_stdout(sys.stderr):  # plugins may print when they are imported
-        schema = job_schema(registry, skipped=lambda error: say(f"warning: {error}; left out of the schema"))
+        schema = job_schema(registry, skipped=lambda error: say(f"warning: {error}; the schema omits this component"))
     typer.echo(json.dumps(schema, indent=1))
 
 

@@ -81,7 +81,7 @@ def _problems_of_modules(chosen: Chosen, component: object) -> list[str]:
     from torch import nn  # a model is there, so torch is
 
     if not isinstance(component, nn.Module):
-        raise BuildError(f"{subject(chosen)}: build returned {_kind(component)}, which is not a torch.nn.Module")
+        raise BuildError(f"{subject(chosen)}: build returned {type_of(component)}, which is not a torch.nn.Module")
     traits = [*_protocols(traits_module), *_protocols(model_module)]
     classes = {type(module): module for module in component.modules()}
     return [problem for module in classes.values() for trait in traits for problem in _optional(module, trait)]
@@ -181,7 +181,7 @@ def check_returned(chosen: Chosen, call: str, value: object, *kinds: type) -> No
     """
     if not isinstance(value, kinds) or isinstance(value, bool):
         wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise BuildError(f"{subject(chosen)}: {call} returned {_kind(value)}, not {wanted}")
+        raise BuildError(f"{subject(chosen)}: {call} returned {type_of(value)}, not {wanted}")
 
 
 def check_mapping(chosen: Chosen, call: str, value: object, kind: type) -> None:
@@ -267,5 +267,7 @@ def check_trainable(chosen: Chosen, trainable: object) -> None:
     check_returned(chosen, "inject()", trainable, Set)
 
 
-def _kind(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+def type_of(value: object) -> str:
+    """Type of a value with its article, such as ``an int``, for error messages; ``nothing`` for ``None``."""
+    name = type(value).__name__
+    return "nothing" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""Resolution of a job: selects the records of its names and checks that they fit together. Imports no torch."""
+"""Resolution of a job: finds the record of each name, and checks that the records fit together. Imports no torch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Resolution(Generic[Selected_co]):
 def resolve(
     job: BaseJob, selection: Selected, registry: Registry, circumstances: Circumstances
 ) -> Resolution[Selected]:
-    """Resolve a job of any kind: check the records that its names select against each other.
+    """Resolve a job of any kind: check that its selected records fit together.
 
     Args:
         job: validated job.

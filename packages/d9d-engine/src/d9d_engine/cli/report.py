@@ -155,6 +155,10 @@ def _rank_of(job: Job, plan: Plan) -> str:
     return f" on rank {rank}" if rank else " on the first rank" if job.pipeline else ""
 
 
+#: Printed for a backend with priority 0 or less, unless its reason says it already.
+_BY_NAME = "used only if the job names it"
+
+
 def print_kernel(console: Console, choice: KernelChoice) -> None:
     """Print the chosen backend of an op, and the answer of every backend."""
     supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
@@ -166,8 +170,9 @@ def print_kernel(console: Console, choice: KernelChoice) -> None:
     for name, decision in choice.considered.items():
         answer = "refuses"
         if decision.accept:
-            by_name_only = decision.priority <= 0 and name != REFERENCE
-            answer = f"accepts, priority {decision.priority}{', taken by name only' if by_name_only else ''}"
+            answer = f"accepts, priority {decision.priority}"
+            if decision.priority <= 0 and name != REFERENCE and _BY_NAME not in decision.reason:
+                answer = f"{answer}, {_BY_NAME}"
         console.print(f"    {name} {answer}: {decision.reason}", markup=False, highlight=False)
 
 

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from d9d_core.components.contract import type_of
 from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.errors import BuildError
 from d9d_core.job_file.sections.kernels import KernelRule
@@ -301,10 +302,7 @@ def _built(chosen: Entry, signature: OpSignature) -> Callable[..., Any]:
         )
         raise plugin_error(f"{text}: {error!r}; choose another backend with 'kernels'", error) from error
     if not callable(function):
-        text = (
-            f"kernels.{signature.op}: {chosen.spec.build} of {chosen} returned a {type(function).__name__}, not a "
-            "function"
-        )
+        text = f"kernels.{signature.op}: {chosen.spec.build} of {chosen} returned {type_of(function)}, not a function"
         raise BuildError(text)
     return function
 
@@ -326,7 +324,7 @@ def _ask(offer: _Offer, signature: OpSignature) -> Decision:
     except FOREIGN_FAILURES as error:
         return Decision(False, f"{supports} failed: {error!r}")
     if not isinstance(decision, Decision):
-        return Decision(False, f"{supports} returned a {type(decision).__name__}, not a Decision")
+        return Decision(False, f"{supports} returned {type_of(decision)}, not a Decision")
     return decision
 
 

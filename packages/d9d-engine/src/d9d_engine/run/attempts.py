@@ -26,12 +26,12 @@ class LiveRun:
     """State of an open run (:class:`d9d_core.elastic.LiveState`) before its next step.
 
     Attributes:
-        checkpointer: knows all state of the run.
+        checkpointer: reads and writes the tensors and values of the run's state.
         interrupts: stop requests.
         progress: counters of the run.
         position: position in the data before the pack of the next step.
-        settle: reads the values of earlier steps, and updates the counters.
-        resume: continues after other steps.
+        settle: waits for the values of earlier steps, such as losses, and updates the counters.
+        resume: continues after the steps of another replica, whose counters it gets.
     """
 
     checkpointer: Checkpointer

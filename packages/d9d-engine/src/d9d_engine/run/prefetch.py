@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self, cast
 
 import torch
+from d9d_core.components.contract import type_of
 from d9d_core.data import DataStream
 from d9d_core.errors import DataError
 from d9d_core.trees import leaves, map_tree
@@ -114,9 +115,7 @@ class DevicePrefetcher:
 def _next_pack(stream: DataStream) -> Pack:
     pack: object = stream.next_pack()
     if not isinstance(pack, Sequence):
-        raise DataError(
-            f"{_name_of(stream)}.next_pack() returned a {type(pack).__name__}; return a list of microbatches"
-        )
+        raise DataError(f"{_name_of(stream)}.next_pack() returned {type_of(pack)}; return a list of microbatches")
     for microbatch in pack:
         if not isinstance(microbatch, Mapping):
             kind = type(microbatch).__name__

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, Protocol, TypeVar
 
-from d9d_core.components.contract import check_mapping, check_returned, subject
+from d9d_core.components.contract import check_mapping, check_returned, subject, type_of
 from d9d_core.errors import BuildError, JobError
 from d9d_core.metric import Metric
 from d9d_core.model import PositionShare
@@ -105,7 +105,7 @@ class CheckedTask:
         (term,) = self.coefficients
         weight: object = self._task.weight(outputs, microbatch)
         if not isinstance(weight, Tensor) or weight.ndim:
-            found = f"a tensor {list(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+            found = f"a tensor {list(weight.shape)}" if isinstance(weight, Tensor) else type_of(weight)
             raise BuildError(f"{subject(self._chosen)}: weight() returned {found}; return a 0-d tensor")
         return {term: weight}
 

@@ -57,7 +57,7 @@ class Embedding(TextTask):
         self.config = config
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of queries that have tokens, and whose own text has tokens."""
+        """Number of queries in the loss: a query counts if it and its first text, which belongs to it, have tokens."""
         present = _present(microbatch)
         counted = (present[:, 0] & present[:, 1]).sum(dtype=torch.float32)
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}

@@ -31,7 +31,7 @@ def recomputed_supports(signature: OpSignature) -> Decision:
         # In a checkpointed block, torch 2.11 keeps the inputs of checkpointed functions.
         return Decision(accept=False, reason="the backward already computes the whole block again")
     if signature.device != "cuda":
-        return Decision(accept=True, reason="less memory for one more pass; only by name", priority=0)
+        return Decision(accept=True, reason="less memory for one more pass; used only if the job names it", priority=0)
     return Decision(
         accept=True, reason="the backward computes it again in a pass that already reads its inputs", priority=5
     )

@@ -18,7 +18,7 @@ __all__ = ["Deinterleave", "Interleave"]
 
 @dataclass(frozen=True, slots=True)
 class Strided(Unary):
-    """Every ``step``-th index of a dimension of a value, from ``start``; ``step`` divides its size."""
+    """Every ``step``-th index of dimension ``dim`` of a value, from ``start``; ``step`` divides the size of ``dim``."""
 
     of: Value
     dim: int

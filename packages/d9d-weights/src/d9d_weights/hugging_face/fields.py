@@ -76,7 +76,8 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 
 _ADVICE: Mapping[str, str] = {
     "attention_dropout": "no attention is dropped here; set it to 0",
-    "auto_map": "the files contain their own model code; take a model without code, or remove it if results are equal",
+    "auto_map": "the files contain their own model code; take a model without such code, or remove "
+    "auto_map if d9d's model computes the same results",
     "quantization_config": "these weights are quantized; take the weights that they were made from",
 }
 #: Largest number of characters of a value that a message shows.

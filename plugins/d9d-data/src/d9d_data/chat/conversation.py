@@ -12,6 +12,7 @@ from d9d_core.errors import DataError
 from d9d_core.untrusted import parse_json
 
 from d9d_data.config import MessageFormat
+from d9d_data.sources.kinds import kind_of
 
 #: Roles of messages.
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -323,18 +324,3 @@ def tools_in(value: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
         if not isinstance(tool, Mapping):
             raise DataError(f"{where}: tools[{index}] is {kind_of(tool)}, not an object; give JSON schemas")
     return tuple(value) or None
-
-
-def kind_of(value: object) -> str:
-    """Name of a value's type in JSON, such as ``a list``, for error messages."""
-    if value is None:
-        return "null"
-    names = {
-        bool: "true or false",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), f"a {type(value).__name__}")

@@ -15,13 +15,13 @@ from d9d_data.chat.conversation import (
     Message,
     ToolArguments,
     checked,
-    kind_of,
     list_in,
     messages_in,
     messages_of,
     tools_in,
 )
 from d9d_data.config import ChatFormat, MessageFormat, PreferenceFormat, Role
+from d9d_data.sources.kinds import kind_of
 from d9d_data.sources.place import Record
 from d9d_data.sources.records import value_in
 

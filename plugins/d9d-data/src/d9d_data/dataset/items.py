@@ -17,6 +17,7 @@ from d9d_core.plugin import Ref
 
 from d9d_data.dataset.config import DatasetConfig
 from d9d_data.library.padding import pad_stack
+from d9d_data.sources.kinds import type_of
 
 Item = Mapping[str, npt.NDArray[Any]]
 LENGTHS = "lengths"
@@ -133,7 +134,7 @@ class Items:
         batch = self.asked(lambda: collate(list(items)), f"items {indices[0]} to {indices[-1]}", f"collate: {name}")
         where = f"data.collate: {name}"
         if not isinstance(batch, Mapping) or not batch:
-            raise DataError(f"{where} returned a {type(batch).__name__}; return a mapping from names to arrays")
+            raise DataError(f"{where} returned {type_of(batch)}; return a mapping from names to arrays")
         arrays = {str(key): _array(value, f"{where}: field '{key}'") for key, value in batch.items()}
         for key, array in arrays.items():
             if not array.ndim or len(array) != len(items):
@@ -188,7 +189,7 @@ class Items:
         where = f"data.build: item {index} of {self.config.build}"
         if not isinstance(item, Mapping):
             raise DataError(
-                f"{where} is a {type(item).__name__}; return a mapping from names to numbers, such as "
+                f"{where} is {type_of(item)}; return a mapping from names to numbers, such as "
                 '{"tokens": [1, 2], "targets": [2, 3]}'
             )
         if not item:
@@ -226,7 +227,7 @@ def _function(name: str, field: str) -> Callable[..., Any]:
         error.origin = failure
         raise error from failure
     if not callable(function):
-        raise DataError(f"data.{field}: {name} is a {type(function).__name__}, not a function")
+        raise DataError(f"data.{field}: {name} is {type_of(function)}, not a function")
     found: Callable[..., Any] = function
     return found
 
@@ -254,7 +255,7 @@ def _made(config: DatasetConfig) -> Any:
 def _length(config: DatasetConfig, dataset: Any) -> int:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, Mapping):
         raise DataError(
-            f"data.build: {config.build} returned a {type(dataset).__name__}, not a dataset; return an "
+            f"data.build: {config.build} returned {type_of(dataset)}, not a dataset; return an "
             "object with __len__() and __getitem__(index), or with __iter__(), such as a torch.utils.data.Dataset or "
             "one split of a Hugging Face dataset"
         )

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from d9d_core.config import closest
 from d9d_core.errors import DataError
 
+from d9d_data.sources.kinds import kind_of
+
 #: Id for "no label"; the loss ignores it.
 NO_LABEL = -100
 #: Largest number of classes: a head has a row for each.
@@ -51,7 +53,7 @@ class LabelTable:
         if isinstance(value, bool) or (numeric and self._listed is not None):  # CSV files have numbers as strings
             value = int(value)
         if not isinstance(value, str | int) or value == "":
-            shown = "empty" if value is None or value == "" else f"a {type(value).__name__}"
+            shown = "empty" if value is None or value == "" else kind_of(value)
             raise DataError(f"{where} is {shown}; give the name or the number of a class, or -100 for none")
         if value == NO_LABEL:
             return NO_LABEL

@@ -17,6 +17,7 @@ from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
 from d9d_data.corpus.fit import Limit, Policy
 from d9d_data.fields.label_table import NO_LABEL, LabelTable
 from d9d_data.sources.document import Piece
+from d9d_data.sources.kinds import kind_of
 from d9d_data.sources.place import Record, Reject
 from d9d_data.sources.records import field_of, value_of
 from d9d_data.tokenizer.base import TextTokenizer, panics_refused
@@ -108,7 +109,7 @@ class LabelledEncoder:
             raise _without(record, "list of words", self._field)
         for number, word in enumerate(words):
             if not isinstance(word, str) or not word.strip():
-                shown = "empty" if isinstance(word, str) else f"a {type(word).__name__}"
+                shown = "empty" if isinstance(word, str) else kind_of(word)
                 raise DataError(f"{where}: {self._field}[{number}] is {shown}; give a text")
         choices = _OF_WORDS if self._label is None else (self._label,)
         field = field_of(record, choices)
@@ -172,7 +173,7 @@ def _without(record: Record, what: str, field: str) -> DataError:
     """Make the error about a record whose field is missing or of the wrong type."""
     has = ", ".join(str(name)[:40] for name in list(record.values)[:20]) or "none"
     found = value_of(record, field)
-    there = f"; it is a {type(found).__name__} there" if found is not None and not isinstance(found, str) else ""
+    there = f"; it is {kind_of(found)} there" if found is not None and not isinstance(found, str) else ""
     return DataError(
         f"{record.place} has no {what} in a field {field!r} (it has {has}){there}; name another field in the job file, "
         "or leave such records out with 'data.malformed: skip'"

@@ -16,6 +16,7 @@ from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
 from d9d_data.corpus.fit import Limit, Policy
 from d9d_data.fields.learned import LABELS, MASKS
 from d9d_data.sources.document import Piece
+from d9d_data.sources.kinds import kind_of
 from d9d_data.sources.place import Record, Reject
 from d9d_data.sources.records import value_of
 from d9d_data.stream.packing import NO_TARGET
@@ -147,7 +148,7 @@ def _numbers(record: Record, field: str) -> Int64:
         fields = ", ".join(str(name)[:40] for name in names) or "none"
         raise DataError(f"{record.place} has no field '{field}' (it has {fields}); give a list of numbers")
     if not isinstance(value, list | tuple):
-        raise DataError(f"{where} is a {type(value).__name__}, not a list of numbers")
+        raise DataError(f"{where} is {kind_of(value)}, not a list of numbers")
     if not value:
         raise DataError(f"{where} is empty; leave the record out")
     try:

@@ -11,6 +11,7 @@ from typing import Any
 from d9d_core.errors import DataError
 
 from d9d_data.sources import python
+from d9d_data.sources.kinds import kind_of
 from d9d_data.sources.opening import SourceFile, open_content, stat_file
 from d9d_data.sources.place import Place, Record, Reject, refuse
 from d9d_data.sources.records import columns_of, read_records, value_of
@@ -119,7 +120,7 @@ def _no_text(record: Record, field: str, value: Any) -> str:
     has = ", ".join(str(name)[:40] for name in islice(record.values, 20)) or "none"
     found = ""
     if field in record.values:
-        found = "it is empty there: " if value is None else f"it is a {type(value).__name__} there: "
+        found = "it is empty there: " if value is None else f"it is {kind_of(value)} there: "
     return (
         f"has no text in a field {field!r} (it has {has}); {found}"
         'write records such as {"text": "..."}, name another field with data.field, or leave such records out with '

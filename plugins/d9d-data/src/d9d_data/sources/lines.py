@@ -10,6 +10,7 @@ from typing import BinaryIO, Protocol
 from d9d_core.errors import DataError
 from d9d_core.untrusted import parse_json
 
+from d9d_data.sources.kinds import kind_of
 from d9d_data.sources.opening import SourceFile, open_content
 from d9d_data.sources.place import Place, Record, Reject, refuse
 
@@ -84,7 +85,7 @@ def read_json_lines(
         if isinstance(value, dict):
             yield Record(value, place)
         else:
-            reject(place, f'has no fields (it is a {type(value).__name__}); write lines such as {{"text": "..."}}')
+            reject(place, f'has no fields (it is {kind_of(value)}); write lines such as {{"text": "..."}}')
 
 
 def read_csv(file: SourceFile, reject: Reject = refuse) -> Iterator[Record]:

@@ -10,6 +10,7 @@ from typing import Any
 from d9d_core.errors import DataError
 from d9d_core.untrusted import parse_json
 
+from d9d_data.sources.kinds import kind_of
 from d9d_data.sources.lines import csv_columns, read_csv, read_json_lines
 from d9d_data.sources.opening import SourceFile, open_content
 from d9d_data.sources.place import Place, Record, Reject, refuse
@@ -136,12 +137,11 @@ def _read_json(file: SourceFile, reject: Reject) -> Iterator[Record]:
         value = value[chosen]
     if not isinstance(value, list):
         raise DataError(
-            f"data.sources: {file.name} contains a {type(value).__name__}, not a list of records; write a list of "
-            "objects"
+            f"data.sources: {file.name} contains {kind_of(value)}, not a list of records; write a list of objects"
         )
     for number, entry in enumerate(value, 1):
         place = Place(file, number, " record ")
         if isinstance(entry, dict):
             yield Record(entry, place)
         else:
-            reject(place, f"has no fields (it is a {type(entry).__name__}); write objects")
+            reject(place, f"has no fields (it is {kind_of(entry)}); write objects")

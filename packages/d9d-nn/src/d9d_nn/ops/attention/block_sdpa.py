@@ -32,9 +32,12 @@ def supports(signature: OpSignature) -> Decision:
     if signature.documents:
         return Decision(accept=False, reason="the data packs documents, which it cannot separate")
     if signature.device == "cpu":
-        return Decision(accept=True, reason="only by name on a CPU; a call with documents is an error")
+        return Decision(accept=True, reason="on a CPU used only if the job names it; a call with documents is an error")
     if signature.documents is None:
-        reason = "only by name, as the data does not state whether it packs; a call with documents is an error"
+        reason = (
+            "used only if the job names it, because the data does not state whether it packs documents; a call with "
+            "documents is an error"
+        )
         return Decision(accept=True, reason=reason)
     reason = "fused, torch chooses the kernel; samples are one document each, so it needs no mask"
     return Decision(accept=True, reason=reason, priority=PRIORITY)

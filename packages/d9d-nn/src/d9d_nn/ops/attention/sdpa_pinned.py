@@ -43,13 +43,14 @@ class PinnedKernel:
     masks: bool
 
     def supports(self, signature: OpSignature) -> Decision:
-        """Accept the signatures that the kernel computes, with priority 0, so that the backend is used only by name."""
+        """Accept the signatures that the kernel computes, with priority 0, so it is used only if a job names it."""
         if refusal := self._refusal(signature):
             return Decision(accept=False, reason=refusal)
         masks = "; a call with documents is an error, as it has no mask"
         if self.masks or signature.documents is False:
             masks = ""
-        return Decision(accept=True, reason=f"only {self.name}; only by name, as sdpa chooses among all kernels{masks}")
+        reason = f"only {self.name}; used only if the job names it, because sdpa chooses among all kernels{masks}"
+        return Decision(accept=True, reason=reason)
 
     def build(self, signature: OpSignature) -> Callable[..., Tensor]:
         """Build the backend function for the window of a signature."""

@@ -27,9 +27,8 @@ def supports(signature: OpSignature) -> Decision:
         return Decision(
             accept=True, reason="attends from queries of some positions, with scores in memory", priority=10
         )
-    return Decision(
-        accept=True, reason="scores and a mask are in memory, as in the reference; only by name", priority=0
-    )
+    reason = "scores and a mask are in memory, as in the reference; used only if the job names it"
+    return Decision(accept=True, reason=reason, priority=0)
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
