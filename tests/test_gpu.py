@@ -144,9 +144,9 @@ def poison(trainer: Trainer, at: int) -> None:
     """Make the loss of one step NaN."""
     run, count = trainer.step.executor.run, iter(range(10_000))
 
-    def poisoned(step: int, pack: Any, scale: Any) -> Any:
+    def poisoned(step: int, pack: Any, scale: Any, share: Any) -> Any:
         bad = next(count) == at
-        return run(step, pack, {term: value * torch.nan for term, value in scale.items()} if bad else scale)
+        return run(step, pack, {term: value * torch.nan for term, value in scale.items()} if bad else scale, share)
 
     trainer.step.executor.run = poisoned  # type: ignore[method-assign]
 

@@ -6,6 +6,8 @@ Shapes: B samples, S positions.
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -185,6 +187,46 @@ def test_block_masks_hide_nothing_visible_and_call_nothing_hidden_whole(kind: Ma
 
 
 # --- which backend may compute a kind
+
+
+@pytest.mark.parametrize("kind", MASK_KINDS)
+@pytest.mark.parametrize("with_documents", [True, False], ids=["documents", "one document"])
+def test_both_lists_of_a_block_mask_have_all_samples(kind: MaskKind, with_documents: bool) -> None:
+    """Compiled kernels index them by one sample, beyond the end of a list that has fewer."""
+    length = 3 * BLOCK + 5
+    documents = (torch.arange(length) // 100).expand(SAMPLES, length) if with_documents else None
+    blocks = torch.arange(SAMPLES * length).view(SAMPLES, length) // 50
+    given: Any = DocumentBlocks(documents, blocks) if kind == "blocks" else documents
+    positions = [range(100), range(150, length)]
+    for made in (
+        block_mask(given, length, None, CPU, mask=kind),
+        positions_block_mask(given, positions, [range(length)], None, CPU, mask=kind),
+    ):
+        samples = SAMPLES if given is not None else 1
+        partly, wholly = made.kv_indices, made.full_kv_indices
+        assert partly.shape == wholly.shape
+        assert (len(partly), len(wholly)) == (samples, samples)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="compiles C++")
+@pytest.mark.parametrize("documents", [True, False], ids=["documents", "one document"])
+def test_compiled_attention_reads_the_lists_of_its_mask(documents: bool) -> None:
+    """Forward only: on a CPU it has no backward."""
+    torch.compiler.reset()  # Dynamo counts what other tests compiled
+    length = BLOCK + 22
+    query, key, value = (drawn(SAMPLES, heads, length, 16, seed=heads).float() for heads in (4, 2, 2))
+    blocks = torch.arange(length).div(9, rounding_mode="floor").expand(SAMPLES, length) - 3
+    given = DocumentBlocks((torch.arange(length) // 60).expand(SAMPLES, length) if documents else None, blocks)
+    compiled = flex.Flex(None, compiled=True, mask="blocks")
+    with torch.no_grad():
+        found = compiled(
+            *(heads.transpose(1, 2) for heads in (query, key, value)), compiled.prepare(given, length, CPU)
+        )
+    expected = softmax_attention(
+        *(heads.transpose(1, 2) for heads in (query, key, value)), visible(length, given, CPU, mask="blocks")
+    )
+    assert_close_values(found, expected)
 
 
 def test_slots_state_their_kind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ class TestCce(KernelSuite):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(find_spec("cut_cross_entropy") is None, reason="needs cut-cross-entropy")
 class TestCceOnCuda(TestCce):
     device = "cuda"
     dtypes = ("float16", "bfloat16")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ class TestGroupedLinear(KernelSuite):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of its dependencies
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("quack") is None, reason="needs a CUDA device and QuACK")
 class TestGroupedLinearOnCuda(KernelSuite):
     """The library itself."""
 
@@ -194,7 +195,7 @@ def test_the_stand_in_takes_what_the_library_takes() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("quack") is None, reason="needs a CUDA device and QuACK")
 class TestOnCuda:
     """Calls of the library that the suite does not make."""
 

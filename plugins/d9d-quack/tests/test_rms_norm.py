@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ class TestQuack(KernelSuite):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of its dependencies
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("quack") is None, reason="needs a CUDA device and QuACK")
 class TestQuackOnCuda(KernelSuite):
     """The library itself, which compiles a kernel for each number of features and dtype."""
 

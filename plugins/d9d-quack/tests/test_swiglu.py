@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ class TestSwiglu(KernelSuite):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of its dependencies
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("quack") is None, reason="needs a CUDA device and QuACK")
 class TestSwigluOnCuda(KernelSuite):
     """The library itself."""
 

@@ -5,7 +5,7 @@ Shapes: B samples, S positions, Q blocks of queries and Q blocks of keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,9 +33,6 @@ def block_mask(
         device: device of queries and keys.
         mask: kind of the mask, see :func:`d9d_nn.ops.attention.reference.visible`.
     """
-    # Imports torch's symbolic shapes, which takes a second.
-    from torch.nn.attention.flex_attention import BlockMask
-
     # Kernels look up documents for each score of a partly visible block: narrow numbers are faster.
     numbers, groups = _narrow(documents)
 
@@ -48,9 +45,7 @@ def block_mask(
         return near & (numbers[sample, query] == numbers[sample, key])
 
     partly, wholly = visible_blocks(numbers, length, window, device, groups=groups, mask=mask)
-    return BlockMask.from_kv_blocks(
-        *_listed(partly), *_listed(wholly), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)
-    )
+    return _mask_of(partly, wholly, seen, (length, length))
 
 
 def queries_block_mask(
@@ -97,8 +92,6 @@ def positions_block_mask(
         device: device of queries and keys.
         mask: kind of the mask.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     places, others = _places(queries, device), _places(keys, device)  # [Q], [T]
     (of_queries, of_keys), (groups, key_groups) = (_at(numbers, queries, keys) for numbers in _narrow(documents))
 
@@ -123,13 +116,7 @@ def positions_block_mask(
         some = some & (low[:, :, None] <= most[:, None]) & (least[:, None] <= high[:, :, None])
         one, alike = low == high, least == most
         whole = whole & (one[:, :, None] & alike[:, None]) & (low[:, :, None] == least[:, None])
-    return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole),
-        *_listed(whole),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=seen,
-        seq_lengths=(len(places), len(others)),
-    )
+    return _mask_of(some & ~whole, whole, seen, (len(places), len(others)))
 
 
 def _narrow(documents: Documents) -> tuple[Tensor | None, Tensor | None]:
@@ -236,6 +223,19 @@ def visible_blocks(
         one = low == high
         whole = whole & (one[:, :, None] & one[:, None]) & (low[:, :, None] == low[:, None])
     return some & ~whole, whole
+
+
+def _mask_of(partly: Tensor, wholly: Tensor, seen: Callable[..., Tensor], lengths: tuple[int, int]) -> BlockMask:
+    """Block mask of partly visible blocks, bool [B, Q, K], and of wholly visible blocks, bool [B or 1, Q, K].
+
+    Compiled kernels read both lists with one batch index and do not check it, so both get the same number of samples.
+    """
+    # Imports torch's symbolic shapes, which takes a second.
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return BlockMask.from_kv_blocks(
+        *_listed(partly), *_listed(wholly.expand_as(partly)), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=lengths
+    )
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
