@@ -148,7 +148,7 @@ def test_other_releases_are_refused(monkeypatch: pytest.MonkeyPatch, release: st
 @pytest.mark.parametrize(
     ("major", "triton", "tilelang", "accepted", "priority"),
     [
-        (9, "3.6.0", False, False, 0), (9, "3.6.0", True, True, 20), (9, "3.4.0+git1", False, False, 0),
+        (9, "3.6.0", False, False, 0), (9, "3.6.0", True, True, 0), (9, "3.4.0+git1", False, False, 0),
         (9, "3.3.1", False, True, 20), (9, "3.7.1", False, True, 20), (9, "3.10.0", False, True, 20),
         (8, "3.6.0", False, True, 20), (10, "3.6.0", False, True, 20), (9, None, False, True, 20),
     ],

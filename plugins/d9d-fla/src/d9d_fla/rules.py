@@ -9,8 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 from d9d_core.kernel import Decision, OpSignature
 
-#: Priority of the backend; ``chunked`` of d9d-nn has the lower priority 10.
-_PRIORITY = 20
+#: Priority and reason of the backend; ``chunked`` of d9d-nn has the lower priority 10.
+_CHOSEN = (20, "Triton kernels that keep 16-bit tensors; the host does not wait")
+#: Priority and reason where the library calls TileLang instead of a Triton kernel.
+_WITH_TILELANG = (
+    0,
+    "the library computes a part of the gradients by TileLang, and no test has compared them; used only if the job "
+    "names it",
+)
 _FLOATS = ("bfloat16", "float16")
 #: Release of the library whose interface the backend calls.
 _RELEASE = (0, 6)
@@ -33,8 +39,8 @@ def gated_delta_rule(signature: OpSignature) -> Decision:
             f"Triton {triton} computes wrong gradients on Hopper GPUs, so the library refuses them; use torch with "
             "Triton 3.7.1 or later, or install tilelang",
         )
-    kernels = "Triton kernels, and one of TileLang in the backward," if triton else "Triton kernels"
-    return Decision(True, f"{kernels} that keep 16-bit tensors; the host does not wait", _PRIORITY)
+    priority, reason = _WITH_TILELANG if triton else _CHOSEN
+    return Decision(True, reason, priority)
 
 
 def _unsupported_call(signature: OpSignature) -> str | None:
