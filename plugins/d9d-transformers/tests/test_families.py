@@ -456,6 +456,11 @@ class TestModel(ModelSuite):
         """With balancing: without it, routers are not observed."""
         super().test_claims_agree_with_traits(spec, initialised(spec, config.model_copy(update={"balancing": ()})))
 
+    @pytest.mark.thorough
+    def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
+        """It takes 15 s: each of its processes imports transformers."""
+        super().test_every_data_parallel_layout_computes_the_same(config)
+
 
 @pytest.mark.thorough
 class TestBalancedModel(TestModel):
