@@ -72,6 +72,7 @@ SOUND: dict[str, Any] = {
     "Qwen": {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?i:'s|'t)|[^\\r\\n]?\\p{L}+" * 20}}},
     "none": {"normalizer": None, "pre_tokenizer": None, "post_processor": None, "model": {"type": "BPE"}},
     "odd": {"normalizer": [], "decoder": {"decoders": 3, "pattern": 3, "content": "x"}, "model": 3},
+    "odd pattern": {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": 3, "String": None}}},
 }
 
 

@@ -363,7 +363,8 @@ def test_a_change_while_shards_are_made_leaves_none_of_them(mixed: list[str], tm
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_documents_are_set_aside_as_they_always_were(tmp_path: Path) -> None:
+def test_documents_are_set_aside_as_they_always_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d9d_data.corpus.tokenise._CHUNK_TOKENS", 1000)  # chunks do not start again at zero
     rows = [f"document {number}" for number in range(997)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     for held_out in (0.01, 0.07, 1 / 3, 0.5):

@@ -64,9 +64,9 @@ time.sleep(0.5)
 
 
 def test_too_many_restarts_and_errors_in_the_job_end_the_run() -> None:
-    status, lines = supervised("import sys; sys.exit(5)", restarts=1, names=("0",))
+    status, lines = supervised("import sys; sys.exit(5)", restarts=2, names=("0",))
     assert status == 1
-    assert lines == ["0 ended with status 5; restart 1 of 1"]
+    assert lines == ["0 ended with status 5; restart 1 of 2", "0 ended with status 5; restart 2 of 2"]
     status, lines = supervised("import sys, time; sys.exit(2) if sys.argv[1] == '0' else time.sleep(60)")
     assert status == 2
     assert lines == ["a replica ended with an error in the job; all replicas end"]

@@ -79,7 +79,7 @@ def print_simulation(simulation: Simulation, title: str) -> None:
     for rank in range(simulation.ranks):
         if simulation.ranks > 2 * _SHOWN and rank == _SHOWN:
             table.add_row("...")
-        if simulation.ranks > 2 * _SHOWN and _SHOWN <= rank < simulation.ranks - _SHOWN:
+        if _SHOWN <= rank < simulation.ranks - _SHOWN:
             continue
         idle = 1 - simulation.busy[rank] / simulation.makespan if simulation.makespan else 0.0
         table.add_row(
