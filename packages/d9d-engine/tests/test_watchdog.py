@@ -171,6 +171,14 @@ def test_a_change_of_phase_is_told_once() -> None:
     assert len(changes) == 3
 
 
+def test_a_thread_at_rest_is_in_no_phase() -> None:
+    watchdog = Watchdog({"step": 1.0})
+    watchdog.phase("step", 3)
+    watchdog.rest()
+    watchdog.beat()  # of the caller's code
+    assert watchdog._phase is None
+
+
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The end of the process is an exception; its exit statuses."""

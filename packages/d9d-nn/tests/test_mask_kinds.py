@@ -208,6 +208,12 @@ def test_both_lists_of_a_block_mask_have_all_samples(kind: MaskKind, with_docume
         assert (len(partly), len(wholly)) == (samples, samples)
 
 
+@pytest.mark.parametrize("kind", MASK_KINDS)
+def test_queries_that_end_at_the_first_key_see_it(kind: MaskKind) -> None:
+    made = positions_block_mask(None, [range(6)], [range(5, 9)], None, CPU, mask=kind)
+    assert made.to_dense().bool().any()
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="compiles C++")
 @pytest.mark.parametrize("documents", [True, False], ids=["documents", "one document"])

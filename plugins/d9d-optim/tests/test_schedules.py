@@ -314,6 +314,7 @@ def test_a_users_curve_may_return_zero_but_nothing_that_is_no_factor() -> None:
 
 def test_a_users_curve_is_tried_at_ten_thousand_points_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[float] = []
+    assert curves._TRIALS == 10_000
     monkeypatch.setattr(curves, "_TRIALS", 4)
     curves._try(lambda _b, _e, progress: tried.append(progress) or 0.0, Phase(to=1.0), 0.0, 3, "here")
     assert tried == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
