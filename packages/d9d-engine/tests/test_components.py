@@ -122,7 +122,7 @@ def test_evaluation_measures_the_same_data_each_time_and_disturbs_nothing(job: M
 
 def test_a_strategy_that_matched_nothing_is_an_error(job: MakeJob) -> None:
     with pytest.raises(
-        BuildError, match=r"parallel\[0\]: strategy 'toy_strategy' \(.*\) matched no module of the model"
+        BuildError, match=r"parallel\[0\]: strategy 'toy_strategy' \(.*\) changes no module of the model"
     ):
         quiet(job(parallel=[{"name": "toy_strategy", "blocks": 0}]))
 

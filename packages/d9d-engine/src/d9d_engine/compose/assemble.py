@@ -332,7 +332,9 @@ def _apply(
         return outcomes
     if not refuse_unmatched(outcomes.values(), topology, several):
         raise BuildError(
-            f"{chosen.where}: strategy {chosen.entry} matched no module of the model; change its patterns, or remove it"
+            f"{chosen.where}: strategy {chosen.entry} changes no module of the model: its patterns match none, or the "
+            "matched modules have no parameters of their own (a tied weight belongs to the embedding); change its "
+            "patterns, or remove it"
         )
     return outcomes
 
