@@ -38,7 +38,7 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
     This module imports no torch: an invalid job file is reported before the slow import.
     """
 
-    # Overrides the training job's field of the other base class.
+    # Repeated from InferenceConfig, because the other base class has the training job's field of this name.
     batch: InferenceBatch = InferenceBatch()
     """Number of samples that are processed together."""
     writer: Annotated[PluginConfig, Named("writer")] = JsonlWriterConfig()

@@ -101,7 +101,7 @@ class PartStore:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Own the directory inside the block.
+        """Own the directory inside the block, so that no other process writes it.
 
         Raises:
             CheckpointError: another process owns the directory.
@@ -136,7 +136,7 @@ class PartStore:
             write_json(self.directory / _RECORD, dict(record))
             return Standing()
         now = json.loads(json.dumps(record))
-        # Columns are determined by the job.
+        # Differences of columns are left out, because the job determines the columns.
         if changed := [where for where in _differences(before, now) if not where.startswith("columns")]:
             raise JobError(
                 f"run.name: {self.directory} has results of a job with another {', '.join(changed[:5])}; choose "
@@ -175,7 +175,7 @@ class PartStore:
         Raises:
             CheckpointError: parts are missing.
         """
-        # End of a chain of parts without gaps -> last part of the chain.
+        # Number of samples that a chain of parts covers without gaps -> first sample and name of the chain's last part.
         before: dict[int, tuple[int, str] | None] = {0: None}
         named = self._named(samples)
         for first, name in named:

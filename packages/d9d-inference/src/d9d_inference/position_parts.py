@@ -43,7 +43,7 @@ class PositionParts:
         return {**kept, **joined} if self._positions.rank == 0 else None
 
     def _gathered(self, own: Tensor) -> Tensor:
-        """Gather parts [B, S / R, ...] of all ranks to [B, S, ...] on the first rank; other ranks return their part."""
+        """Gather all ranks' parts [B, S / R, ...] as [B, S, ...] on the first rank; other ranks return their own."""
         sent = own.contiguous()
         if self._positions.rank:
             dist.gather(sent, group=self._group, group_dst=0)

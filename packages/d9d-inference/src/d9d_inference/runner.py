@@ -205,7 +205,8 @@ class Inference:
             for index, microbatch in enumerate(pack[:count])
         ]
         kept: list[Mapping[str, Tensor]] = []
-        writes = real and self.topology.coordinate["tp"] == 0  # ranks along tp have the same outputs
+        # ranks along tp have the same outputs, so one of them writes
+        writes = real and self.topology.coordinate["tp"] == 0
 
         def keep(outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
             if not writes:
@@ -227,7 +228,7 @@ class Inference:
         in_all, samples = int(self._facts[ROWS]), int(self._facts["samples"])  # type: ignore[arg-type] # checked
         if self.samples == samples:
             return rows
-        if self._facts.get("packed"):  # packed samples are in order
+        if self._facts.get("packed"):  # samples that hold several rows are read in order
             numbers = torch.arange(place, place + len(rows), device=rows.device)
         else:
             numbers = rows // (in_all // samples)

@@ -44,7 +44,7 @@ def linear(
 
 
 def rms_norm(name: str, rows: float, features: int, width: int, *, weights: tuple[Weight, ...] = ()) -> OpCost:
-    """Cost of an RMSNorm of rows, fused with the preceding residual addition: two inputs, sum and output."""
+    """Cost of an RMSNorm of rows, fused with the residual addition before it: reads two inputs, writes sum and norm."""
     size = width * rows * features
     kept = size + _FLOAT32 * rows
     return OpCost(name, "memory", traffic=4 * size, backward_traffic=5 * size, kept=kept, rows=rows, weights=weights)
@@ -89,7 +89,7 @@ def attention(
 def silu_mul(rows: float, features: float, width: int, *, compiled: bool) -> OpCost:
     """Cost of ``silu(gate) * up`` in SwiGLU; if compiled, the product is recomputed in the backward instead of kept."""
     size = width * rows * features
-    # Without a compiler, silu(gate) and the following product are kept too, and written and read once more.
+    # Without a compiler, silu(gate) and its product with up are also kept, and written and read once more.
     extra = 0 if compiled else 2
     traffic, backward = (3 + extra) * size, (6 + extra) * size
     return OpCost("silu_mul", "memory", traffic=traffic, backward_traffic=backward, kept=(2 + extra) * size)
@@ -130,7 +130,7 @@ def linear_cross_entropy(
     kept = min(logits, memory / _KEPT_PART)
     again = 1 - kept / logits if logits else 0.0
     chunk = min(logits - kept, _CHUNK_BYTES)
-    # Gradients of the weight, in float32 if chunks are accumulated, and of the hidden states.
+    # Bytes of the gradients: of the weight, in float32 if chunks are accumulated, and of the hidden states.
     gradient = (_FLOAT32 if chunk else width) * words * features
     product = OpCost(
         "head",

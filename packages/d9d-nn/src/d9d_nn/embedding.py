@@ -81,7 +81,7 @@ class SplitTokenEmbedding(nn.Module):
         features: Tensor = self.get_submodule(names[0])(tokens.clamp(max=sizes[0] - 1))
         first = sizes[0]
         for name, size in zip(names[1:], sizes[1:], strict=True):
-            # The last weight is also indexed with ids beyond the vocabulary, so that these raise an error.
+            # For the last weight, ids beyond the vocabulary are not clamped, so that its look-up raises an error.
             ids = (tokens - first).clamp(min=0, max=None if name == names[-1] else size - 1)
             features = torch.where((tokens >= first).unsqueeze(-1), self.get_submodule(name)(ids), features)
             first += size

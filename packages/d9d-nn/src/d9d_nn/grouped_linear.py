@@ -52,7 +52,7 @@ class GroupedLinear(nn.Module):
         return {"weight": self.weight}
 
     def bank_terms(self) -> nn.ModuleDict:
-        """Updates (such as of LoRA) that a fine-tuning method adds to the product."""
+        """Modules of a fine-tuning method such as LoRA, whose outputs are added to the product."""
         return self.terms
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:

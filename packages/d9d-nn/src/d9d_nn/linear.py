@@ -97,7 +97,7 @@ def is_plain(layer: Linear) -> bool:
 
 def has_hooks(layer: nn.Module) -> bool:
     """Whether hooks read or change the calls of a layer, which a kernel would bypass."""
-    # torch has no public function for this; a test checks the names.
+    # torch has no public function that finds hooks, so private attributes are read; a test checks their names.
     return bool(
         layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks  # noqa: SLF001
     )

@@ -15,9 +15,10 @@ from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 #: Names of fields that every rank of ``cp`` gets whole, even if they have S columns.
 _WHOLE = ("documents", "ends", "pooling_mask", "attention_blocks")
-#: Number of a rank's own positions of each sample without padding, int64 [B].
+#: Name of the field with the number of this rank's positions of each sample, without padding, int64 [B].
 _OWN_LENGTHS = "own_lengths"
-#: Indices of the samples that this rank counts: all, int64 [B], or none, int64 [0]. The shape is known without a sync.
+#: Name of the field with the indices of the samples that this rank counts: all, int64 [B], or none, int64 [0]. The
+#: shape is known without waiting for the device.
 _COUNTED = "counted_samples"
 
 
@@ -88,7 +89,7 @@ def with_prefixes(microbatch: Microbatch) -> Microbatch:
 
 
 def masks_of(*models: Any) -> tuple[str, ...]:
-    """Field ``attention_mask`` of the configs of models that have it."""
+    """Values of ``attention_mask`` in the given configs of models, as far as they have this field."""
     found = (getattr(model, "attention_mask", None) for model in models)
     return tuple(mask for mask in found if isinstance(mask, str))
 

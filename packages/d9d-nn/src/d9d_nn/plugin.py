@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from d9d_core.plugin import CapabilitySpec, HeadSpec, InferenceTaskSpec, KernelSpec, MetricSpec, Ref, TaskSpec, hookimpl
 
 D9D_API = 2
-#: Operators of torch's attention, on all positions of a sample or on some.
+#: Operators that compute attention: torch's fused ones, and d9d's op for queries at some positions.
 _SDPA = ("aten._scaled_dot_product_*", "d9d_nn.attention_of_queries")
 
 
@@ -32,7 +32,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         reads={"tokens": 2, "labels": 1},
         observes=frozenset({"class_logits", "labels"}),
         on_demand=frozenset({"hidden_states"}),
-        # The heads of a model depend on its config, not on its spec: the task's check reads the config.
+        # No head is required here: the heads of a model depend on its config, which the task's check reads.
     )
     yield TaskSpec(
         name="dpo",

@@ -41,7 +41,7 @@ class SwiGLU(nn.Module):
         return {"silu_mul": self.silu_mul, **whole}
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
-        """Names of the gate and up weights if :attr:`swiglu` may read them as one tensor."""
+        """Names of the gate and up weights, to be adjacent in memory, if a kernel may read them as one tensor."""
         return [("gate_proj.weight", "up_proj.weight")] if all(map(is_plain, self._projections())) else []
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:

@@ -33,7 +33,7 @@ class TextTask:
     further_inputs: ClassVar[tuple[str, ...]] = ()
     trains_further_tokens: ClassVar[bool] = False
     config: Any
-    _masks: tuple[str, ...] = ()  # known after check()
+    _masks: tuple[str, ...] = ()  # attention_mask of the models, known after check()
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -53,7 +53,7 @@ class TextTask:
         self._masks = masks_of(model)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
-        """Number of positions of all rows without padding, including ignored targets."""
+        """Number of positions of all rows without padding, including positions with ignored targets."""
         return count_positions(microbatch)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:

@@ -72,7 +72,7 @@ def _wait(device: torch.device) -> None:
 def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """FLOP/s of a product of random square matrices."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = 10  # hides the launch time
+    times = 10  # so many that their time hides the launch time
     return times * 2 * size**3 / _seconds(device, lambda: [a @ b for _ in range(times)])
 
 
@@ -91,6 +91,6 @@ def _attention(device: torch.device, length: int) -> float:
 
 
 def _copy(device: torch.device, size: int) -> float:
-    """Bytes per second that a copy reads and writes."""
+    """Bytes per second that a copy within the device reads and writes."""
     a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / _seconds(device, lambda: b.copy_(a))

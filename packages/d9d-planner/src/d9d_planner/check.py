@@ -20,7 +20,7 @@ from d9d_planner.workload import Workload
 
 _GIB = 2**30
 _SHOWN = 3
-#: Multiples of the number of devices that are tried.
+#: If fewer than three layouts on the job's devices fit, layouts on these multiples of their number are tried.
 _MORE_DEVICES = (2, 4, 8)
 #: Device whose rates are used to predict times, and whose memory is used by default.
 _DEVICE = "h200"
@@ -110,7 +110,8 @@ def check_memory(prediction: Prediction) -> None:
 def ways_out(prediction: Prediction) -> list[Prediction]:
     """At most three layouts that fit, in order of device seconds per step (time x devices).
 
-    Variants of the job's layout come first; if they are fewer than three, layouts on as many or more devices follow.
+    Variants of the job's own layout are preferred. Only if fewer than three of them fit, the fastest layouts on as many
+    devices, then on 2, 4 and 8 times as many, are added until there are three.
     """
     found = [near for near in _nearby(prediction) if _is_usable(near)]
     devices = prediction.layout.mesh.world_size

@@ -71,7 +71,7 @@ def plan(
     device = with_memory(rates, bytes_of(memory))
     workload = Workload(loaded, loaded.registry, loaded.views())
     devices = gpus or loaded.mesh.world_size
-    with collected_seldom():  # all layouts are kept until the end
+    with collected_seldom():  # garbage collections would only visit layouts, which are kept until the end
         found = search(workload, devices, device)
     ranked = accepted(found, loaded, top)
     if not ranked:

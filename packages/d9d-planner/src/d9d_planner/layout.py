@@ -101,7 +101,7 @@ class DataGroups:
     def of(cls, mesh: Mesh, views: Mapping[str, ViewSpec]) -> DataGroups:
         dense, expert = views["dense"], views["expert"]
         shards, replicas = (view_group(mesh, dense, dim) for dim in ("fsdp", "dp_replicate"))
-        if mesh.ep == 1:  # experts are sharded like all other parameters
+        if mesh.ep == 1:  # then experts are sharded like all other parameters
             return cls(shards, replicas, shards, replicas)
         spread = (view_group(mesh, expert, dim) for dim in ("expert_fsdp", "expert_replicate"))
         return cls(shards, replicas, *spread)

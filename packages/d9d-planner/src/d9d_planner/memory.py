@@ -11,8 +11,8 @@ from d9d_planner.layout import Layout
 from d9d_planner.live import Moment
 from d9d_planner.workload import Workload
 
-#: Bytes outside of torch's allocator: of the driver context and library kernels, and of the buffers of each
-#: communicator (one for each mesh axis with several ranks).
+#: Bytes outside of torch's allocator: first of the driver context and library kernels, then of the buffers of one
+#: communicator (there is one for each mesh axis with several ranks).
 _CONTEXT = 0.7 * 2**30
 _COMMUNICATOR = 0.25 * 2**30
 #: Memory in gaps between allocations, as a fraction of the allocated memory.
@@ -179,7 +179,7 @@ class MemoryModel:
             largest = max(layers, key=self._working)
             part = self._numbers(ends[-1:]).trained * self._workload.gradient_width
             points.append(_Point(graded + min(part, new), heads, logits, self._working(largest)))
-            # Only the first block and the embedding remain.
+            # Backward of the first block: only its activations are left, and the embedding has no gradient yet.
             part = self._numbers([block for block in blocks[:1] if not block.is_block]).trained
             freed = self._kept(moment.stage) - logits - self._block_kept(layers[0])
             left = graded + max(new - part * self._workload.gradient_width, 0.0)
@@ -256,7 +256,7 @@ class MemoryModel:
         gathered = whole if effect.gathers == "once" else root + _GATHERED_BLOCKS * largest
         waits = effect.reduces == "last" and self._layout.microbatches > 1
         trained = sum(_trained(block) * block.count for block in blocks)
-        # Blocks are reduced one by one, all others together.
+        # Gradients of blocks are reduced block by block, gradients of all other parameters together.
         at_once = max([*map(_trained, blocks), sum(_trained(block) for block in blocks if not block.is_block)])
         reduced = (trained if waits else at_once) * (effect.reduce_width or width)
         return between + gathered * width + reduced

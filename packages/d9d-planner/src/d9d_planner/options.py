@@ -14,7 +14,7 @@ from d9d_core.plugin import StrategySpec
 from d9d_core.registry.registry import Registry
 from pydantic import ValidationError
 
-#: Anchors of strategies that the search varies; strategies at other anchors are kept from the job.
+#: Anchors (points in the order of application) of strategies that the search varies; others are kept from the job.
 _OF_LAYOUTS = {"tensor", "context", "expert", "checkpointing", "data"}
 
 

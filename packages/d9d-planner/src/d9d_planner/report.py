@@ -27,7 +27,7 @@ def memory_line(prediction: Prediction) -> str:
 
 
 def largest(prediction: Prediction) -> str:
-    """Text with the three largest parts of the memory that depend on the layout, and others above half of it all."""
+    """Text with the three largest parts of the memory that depend on the layout, and any part above half of it."""
     parts = {name: size for name, size in _parts(prediction).items() if size >= 0.05 * _GIB}
     chosen = sorted((name for name in parts if name not in _NOT_CHOSEN), key=lambda name: -parts[name])[:3]
     others = [name for name in parts if name in _NOT_CHOSEN and parts[name] > prediction.memory.needed / 2]

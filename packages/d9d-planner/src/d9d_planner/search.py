@@ -19,7 +19,7 @@ from d9d_planner.workload import Workload
 
 #: Largest numbers that are tried: pipeline ranks, context-parallel ranks, and samples per microbatch.
 _MOST_STAGES, _MOST_CONTEXT, _MOST_MICROBATCH = 32, 64, 16
-#: The search ends when no further layout can be among this number of fastest ones, or after this number of layouts fit.
+#: The search ends when no further layout can be among the 20 fastest (first number), or when 400 layouts fit (second).
 _CERTAIN, _EXAMINED = 20, 400
 #: Largest microbatch of memory-saving layouts.
 _SMALL = 2
@@ -96,7 +96,7 @@ def _by_least_time(workload: Workload, devices: int, device: Device) -> list[Pre
     """
     found, seen = [], set()
     for layout in layouts(workload, devices, device.node):
-        # Settings without an effect on this mesh make equal layouts.
+        # Layouts with settings that have no effect on this mesh have equal costs.
         same = (*layout.mesh.sizes().values(), layout.microbatch, workload.strategy(layout))
         if same in seen:
             continue

@@ -171,7 +171,7 @@ class TimeModel:
 
     def _block(self, tally: _Tally, block: BlockCost) -> None:
         count, again = block.count, self._effect.recomputed if block.is_block and block.has_backward else 0.0
-        # The backward of compiled and of recomputed blocks cannot be split.
+        # The backward of compiled and of recomputed blocks cannot be split into input and weight gradients.
         whole = self._effect.compiled or again > 0
         attended = multiplied = (0.0, 0.0)
         for op in block.ops:

@@ -163,7 +163,7 @@ class Workload:
             return StrategyCost()
         if isinstance(config, PartConfig) and config.match:
             note = f"strategy {config.selector} with 'match' is counted as if it acted on the whole model"
-            if note not in self.notes:  # each layout of a plan has the entry
+            if note not in self.notes:  # this function runs for each layout, and one note is enough
                 self.notes.append(note)
         effect: StrategyCost = spec.cost.load()(config)
         return effect
@@ -181,7 +181,7 @@ class Workload:
         return self._groups[mesh]
 
     def compute_width(self, effect: StrategyCost) -> int:
-        """Bytes of an element in forward and backward."""
+        """Bytes of an element of the dtype in which forward and backward compute."""
         if self.job.precision.autocast is not None:
             return _WIDTHS[self.job.precision.autocast]
         return effect.compute_width or self.parameter_width

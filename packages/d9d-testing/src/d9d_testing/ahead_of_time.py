@@ -57,7 +57,7 @@ class _Absent:
         self.capability = capability
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton caches compiled kernels by device
+        return self.capability  # a number per capability, because Triton caches kernels by device
 
     def get_current_stream(self, _device: int) -> int:
         return 0

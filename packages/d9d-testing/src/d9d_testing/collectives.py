@@ -76,7 +76,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ranks = tuple(dist.get_process_group_ranks(group))
             size = _bytes(args[counted])
             if name == "_c10d_functional::all_gather_into_tensor":
-                size *= len(ranks)  # the argument is one rank's part
+                size *= len(ranks)  # the argument is one rank's part of the gathered tensor
             if kind in ("send", "receive"):
                 ranks = tuple(sorted((dist.get_rank(), dist.get_global_rank(group, args[2]))))
             if len(ranks) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode  # nothing public sees operators
+from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public interface that sees operators
 
 
 class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def world() -> type[World]:
-    """``world(4).run(function, *args)`` runs a module-level function on four gloo processes."""
+    """Class of worlds: ``world(4).run(function, *args)`` runs a module-level function on four gloo processes."""
     from d9d_testing.world import World
 
     return World
@@ -60,7 +60,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
     def of(*plugins: str | ModuleType | object) -> Registry:
         modules = [importlib.import_module(plugin) if isinstance(plugin, str) else plugin for plugin in plugins]
         with monkeypatch.context() as patch:
-            patch.setattr(installed, "scan", scan)  # finds the distribution of a given module
+            patch.setattr(installed, "scan", scan)  # needed to find the distribution of a given module
             return Registry.of(*modules)
 
     monkeypatch.setattr(installed, "scan", refuse)

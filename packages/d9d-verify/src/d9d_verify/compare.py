@@ -111,7 +111,7 @@ def _first_divergence(
     if not problems:
         return None
     (step, _), text = min(problems)
-    return int(min(max(step, 0), reference.steps - 1)), text  # values at the end have the step after the last one
+    return int(min(max(step, 0), reference.steps - 1)), text  # the step of a value at the end is the number of steps
 
 
 def _path(deviation: Deviation) -> str:

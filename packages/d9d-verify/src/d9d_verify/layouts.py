@@ -62,7 +62,7 @@ class Layout:
         return self.mesh.get("dp_replicate", 1) * self.mesh.get("dp_shard", 1)
 
 
-#: One process, no strategy, reference ops.
+#: Layout of the reference: one process, no strategy, reference ops.
 REFERENCE_LAYOUT = Layout("reference", {}, ())
 
 
@@ -154,13 +154,13 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
     ranks = math.lcm(*(layout.data_parallel_size for layout in layouts))
     count, stages = _stages(job, layouts)
 
-    # Two samples in a microbatch show what one does to the other, if the dataset is large enough for such a batch.
+    # Microbatches of two samples show whether one sample affects another; one sample, if the dataset is too small.
     if ranks * microbatch * count > job.batch.size and not _has_data(job, selection, ranks * microbatch * count):
         microbatch = 1
     batch = ranks * microbatch * count
     values |= {
         "model": _tiny(job, selection, layouts, stages).model_dump(mode="json"),
-        **_length(job, steps, batch),  # a learning-rate schedule may need the full number of steps
+        **_length(job, steps, batch),  # the job's own number, as a learning-rate schedule may need it
         "batch": {"size": batch, "microbatch": microbatch},
         "checkpoint": {"trainable_only": job.checkpoint.trainable_only},
         "trackers": [],
@@ -192,7 +192,8 @@ def _length(job: Job, steps: int, batch: int) -> dict[str, Any]:
     if job.steps is not None:
         return {"steps": max(steps, job.steps)}
     assert job.epochs is not None
-    return {"epochs": job.epochs * batch / job.batch.size}  # the same number of steps with another batch size
+    # as many steps as the job has, with another batch size
+    return {"epochs": job.epochs * batch / job.batch.size}
 
 
 def _stages(job: Job, layouts: Sequence[Layout]) -> tuple[int, list[int]]:

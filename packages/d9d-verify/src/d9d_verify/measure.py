@@ -31,7 +31,7 @@ from torch import distributed as dist
 
 from d9d_verify.measurement import Measurement, Record, fill
 
-#: Relative change of the median parameter in a measured step.
+#: Relative change of the median parameter in a measured step, to which the learning rate is scaled.
 VISIBLE = 0.05
 #: Factor of the learning rate in one more step, for bfloat16 weights: a weight of 1, as in norms, cannot change by less
 #: than 2^-8, so smaller updates do not show.

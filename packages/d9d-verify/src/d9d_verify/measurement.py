@@ -42,9 +42,9 @@ class Record:
                 self.windows[key] = shard.tensor.to("cpu", copy=True).contiguous()
 
     def write(self, directory: Path, rank: int) -> None:
-        """Save to ``<rank>.json`` and ``<rank>.safetensors``."""
+        """Save the record to ``<rank>.json`` and ``<rank>.safetensors`` in a directory."""
         save_file(self.windows, directory / f"{rank}.safetensors")
-        # A broken layout may compute NaN, which JSON lacks.
+        # Numbers are written as texts: a broken layout may compute NaN, which JSON lacks.
         numbers = {name: repr(value) for name, value in self.numbers.items()}
         (directory / f"{rank}.json").write_text(json.dumps(numbers))
 
@@ -108,7 +108,7 @@ class Measurement:
         return {name[len(prefix) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{prefix}/")}
 
     def guide(self) -> Measurement:
-        """Values for :class:`~d9d_verify.measure.Witness`: gradients, and each step's buffers and frozen parameters."""
+        """Values that :class:`~d9d_verify.measure.Witness` copies: gradients, buffers, frozen parameters of steps."""
         parts = {name: name.split("/", 2)[1:] for name in self.tensors}
         parameters = {name for kind, name in parts.values() if kind == "gradients"}
         return Measurement(

@@ -48,7 +48,7 @@ def launch_processes(directory: Path, ranks: int) -> str | None:
         cause = run_module("d9d_verify.worker", [str(directory)], ranks, {"OMP_NUM_THREADS": "1", **environ}, output)
         if cause is None:
             return None
-        if "was killed by" in cause.text:  # other ranks only report a lost connection
+        if "was killed by" in cause.text:  # the other ranks failed only because they lost a connection
             return cause.text
         output.seek(0)
         failure = directory / "failure.txt"
@@ -164,7 +164,7 @@ def unlike_saved(checkpoint: Checkpoint | None, measured: Measurement, reference
     trained = reference.under(f"{step}/gradients")
     for name, tensor in saved.items():
         parameter = name.removeprefix("model/")
-        # Buffers were replaced by the reference's.
+        # Buffers were replaced by the reference's after each step.
         source = reference if name.startswith("model/") and parameter not in trained else measured
         if not torch.equal(source.tensors[f"{step}/{name}"], tensor):
             return f"{name} in the checkpoint of step {checkpoint.step} differs from the trained value"
@@ -220,7 +220,7 @@ def _reference(
     own = layout_values(values, REFERENCE_LAYOUT, ops)
     variants = [own, own | {"kernels": values["kernels"]}]
     narrow = any(narrowest_dtype(layout_values(values, layout, ops)) == torch.bfloat16 for layout in layouts)
-    if narrow and narrowest_dtype(own) != torch.bfloat16:  # a strategy uses bfloat16
+    if narrow and narrowest_dtype(own) != torch.bfloat16:  # by a layout's strategy
         variants.append(own | {"precision": {**own["precision"], "autocast": "bfloat16"}})
     if narrow and routes:
         variants += variants[-1:] * _MORE
@@ -255,7 +255,7 @@ def _run(
 
 def _job(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Values of a job with its run and checkpoint directories moved into ``directory``."""
-    # Use the user's cache of prepared data.
+    # The jobs share the user's cache of prepared data.
     cache = Path(values["run"]["dir"]) / ".cache"
     if cache.is_dir():
         (directory / "runs").mkdir()

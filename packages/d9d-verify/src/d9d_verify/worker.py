@@ -27,7 +27,7 @@ def main(directory: Path) -> None:
     except BaseException as error:
         text = str(error) if isinstance(error, D9dError) else f"{type(error).__name__}: {error} ({_place(error)})"
         with suppress(FileExistsError), (directory / "failure.txt").open("x") as file:
-            file.write(text)  # keep the first failure; others follow from it
+            file.write(text)  # only the first failure is kept: later ones follow from it
         raise
 
 

@@ -104,7 +104,7 @@ class _ChangingLive(Live):
     """Live display that draws a frame only if its contents differ from the last drawn contents.
 
     Args:
-        contents: returns the contents.
+        contents: function that returns the contents.
         settings: settings of the base class.
     """
 
@@ -166,7 +166,7 @@ def bar_of(columns: Sequence[ProgressColumn], shown: bool, transient: bool = Fal
     """
     console = Console(stderr=True)
     if shown and console.is_jupyter:
-        # An overwritten line in the cell's ordinary stream: it needs no widgets, and keeps other lines.
+        # The bar overwrites one line of the cell's ordinary stream: this needs no widgets, and other lines stay.
         stream = cast("IO[str]", CellStream(sys.stdout))
         line = Console(file=stream, force_jupyter=False, force_terminal=True, width=_WIDTH)
         return ChangingProgress(*columns, console=line, refresh_per_second=_PER_SECOND_IN_NOTEBOOK)
@@ -183,7 +183,7 @@ class LogLines:
     """Lines of a log about one long operation, at most one in ten seconds. Any thread may call :meth:`say`.
 
     Args:
-        clock: returns seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -192,7 +192,7 @@ class LogLines:
         self._next = clock() + PERIOD
 
     def say(self, text: Callable[[], str]) -> None:
-        """Print a line on standard error, if the last one or the beginning is ten seconds ago."""
+        """Print a line on standard error, unless the last line or the beginning is less than ten seconds ago."""
         with self._lock:
             if self._clock() < self._next:
                 return
@@ -205,7 +205,7 @@ class _LateProgress(Progress):
     """Progress display that stays blank in its first second."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the display, or an empty line."""
+        """Yield the display, or an empty line in the first second."""
         if any((task.elapsed or 0.0) >= PATIENCE for task in self.tasks):
             yield from super().get_renderables()
         else:
@@ -239,7 +239,7 @@ class _CountBar:
         total: final count.
         shown: whether the bar is shown; false in all but one of several processes.
         columns: columns between the bar and the remaining time.
-        text: count, total -> their text in lines.
+        text: function of count and total that returns their text in log lines.
         transient: remove the bar from the terminal at its end.
     """
 

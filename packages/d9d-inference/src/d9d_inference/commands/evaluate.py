@@ -138,7 +138,7 @@ def _evaluate(
     with first.job.joined(env, reporter) as topology:
         from d9d_inference.evaluation.compose import evaluate as measure
 
-        with interrupts.raised():  # there is nothing to save
+        with interrupts.raised():  # an interrupt ends the evaluation at once: there is nothing to save
             report = measure(first, topology, say if topology.is_main else silent, limit, other)
     return report if topology.is_main else None
 

@@ -113,7 +113,7 @@ def _evaluated(
         build_set(surroundings, name, part, None, metrics, first, options.limit)
         for name, part in zip(_section(job), selection.evaluation, strict=True)
     ]
-    # Load after the first pass is built: its reference uses the initial weights, and may just have stored its results.
+    # Load the checkpoint after the first pass was built, whose reference model needs the initial weights.
     if checkpoint is not None:
         _load(checkpoint, forward, topology)
     note(f"model: {_origin(subject, checkpoint)} on {topology.device}")

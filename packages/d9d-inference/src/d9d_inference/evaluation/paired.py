@@ -70,7 +70,7 @@ def compare(first: Values, other: Values, weights: Values, coefficients: Values,
         raise DataError(f"two models cannot be compared on {count} samples; use at least {_FEWEST}")
     differences = first - other
     totals = weights.sum(axis=0)
-    present = totals > 0  # a term of zero weight contributes zero
+    present = totals > 0  # a loss term whose weights are all zero contributes zero
     ratios = np.where(present, differences.sum(axis=0) / np.where(present, totals, 1.0), 0.0)  # [T]
     scale = np.where(present, coefficients * count / np.where(present, totals, 1.0), 0.0)  # [T]
     residuals = ((differences - ratios * weights) * scale).sum(axis=1)  # [n]

@@ -95,7 +95,7 @@ class SampleRecorder:
     def gather(self, name: str, group: dist.ProcessGroup | None) -> SampleLosses:
         """Merge a set's losses over ranks, which may have parts of the same sample. Collective over the group."""
         terms = len(self._task.coefficients)
-        own: dict[str, Any] = {"rows": [], "values": []}  # lists, which are sent as JSON
+        own: dict[str, Any] = {"rows": [], "values": []}  # lists, because values are sent as JSON
         if self._rows[name]:
             own["rows"] = torch.cat(self._rows[name]).tolist()
             own["values"] = torch.stack(self._values[name]).double().tolist()

@@ -197,7 +197,7 @@ def _of_model(target: str, request: Request, registry: Registry) -> Subject:
     if not request.files:
         raise JobError(f"{target}: no data is given; add --data FILE.jsonl, or --like JOB for the data of a job")
     fields = read_config_json(target)
-    inside = fields.get("text_config")  # of the language model in a model of images and text
+    inside = fields.get("text_config")  # the language model's section, if the model also reads images
     most = {**(inside if isinstance(inside, dict) else {}), **fields}.get("max_position_embeddings")
     length = min(most, _LENGTH) if isinstance(most, int) and most > 0 else _LENGTH
     datasets = {path.stem: dataset_of(path, {"sequence_length": length // 8 * 8 or length}) for path in request.files}
@@ -247,7 +247,7 @@ def _section(datasets: Mapping[str, Any], metrics: Sequence[Any]) -> dict[str, A
 
 
 def _is_found(job: Job) -> bool:
-    """Whether the record of the job's model lists Hugging Face model types, by which other weights find their model."""
+    """Whether the job's model lists Hugging Face model types, by which a ``config.json`` selects a model."""
     spec = job.registry.find("model", job.model.selector).spec
     return isinstance(spec, ModelSpec) and bool(spec.model_types)
 

@@ -97,7 +97,7 @@ class StepReplays:
         ids = given.get("input_ids")
         if args or ids is None or ids.shape[1] != 1:
             return self._forward(*args, **given)
-        values, structure = flatten(given)  # masks may be a dict, with one for each kind of layer
+        values, structure = flatten(given)  # flattened, as the attention mask may be a dict by kind of layer
         kinds = [(one.shape, one.dtype) if isinstance(one, Tensor) else id(one) for one in values]
         key = (structure, kinds)
         if key != self._key:

@@ -155,7 +155,7 @@ class Decoder:
             BuildError: the model returns no logits.
             NonFiniteError: logits have NaN or infinity, and ``nonfinite`` is ``error``.
         """
-        multiple = self._topology.sizes["tp"]  # ranks of tp may split positions
+        multiple = self._topology.sizes["tp"]  # ranks of tp may split the positions of a forward evenly
         all_sequences = [Sequences.of(microbatch, self._continuation.max_new_tokens, multiple) for microbatch in pack]
         sizes = [len(one.numbers) for one in all_sequences]
         for index in range(self._continuation.max_new_tokens):
@@ -216,7 +216,7 @@ class Decoder:
 
     def _drawn(self, logits: Tensor, numbers: Sequence[int], index: int) -> Tensor:
         """Sample a token for each row of logits [B, V] with one uniform number each; return int64 [B] on the host."""
-        # On the host, as a cumulative sum on a GPU is not deterministic.
+        # Computed on the host, because a cumulative sum on a GPU is not deterministic.
         sums = (logits.double().cpu() / self._continuation.temperature).softmax(-1).cumsum(-1)
         seeds = [derive_seed(self._continuation.seed, "row", number, "token", index) for number in numbers]
         draws = torch.tensor([seed / 2**63 for seed in seeds], dtype=torch.float64)[:, None] * sums[:, -1:]

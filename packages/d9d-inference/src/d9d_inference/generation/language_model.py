@@ -34,7 +34,7 @@ _COMMAND = "d9d generate"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 #: Name of the weight of a language model's head.
 _HEAD = "lm_head.weight"
-#: Texts of which the class name of a model that generates text contains one.
+#: Parts of class names: the class name of a model that generates text contains one of them.
 _WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 #: Part of a field's name in ``config.json`` -> largest accepted number in such a field.
 _MOST_SIZES = {"num_": 1 << 14, "layers": 1 << 14, "_size": 1 << 24, "_dim": 1 << 24, "position": 1 << 27}
@@ -159,7 +159,8 @@ class LanguageModel:
             with _loading(adapter):
                 settings = _adapter_config(peft, adapter)
                 model = peft.PeftModel.from_pretrained(model, adapter, config=settings, local_files_only=True)
-                if (adapter / "generation_config.json").is_file():  # the adapter was trained with other stop tokens
+                # the adapter may have been trained with other stop tokens
+                if (adapter / "generation_config.json").is_file():
                     stated = self._library.GenerationConfig.from_pretrained(adapter, local_files_only=True)
                     model.generation_config.eos_token_id = stated.eos_token_id
         self._model = model.to(device).eval()
@@ -301,7 +302,7 @@ class LanguageModel:
         torch.manual_seed(seed)
         try:
             settings.update(**decoding.arguments(), pad_token_id=padding, eos_token_id=self._ends or None)
-            settings.return_dict_in_generate = False  # otherwise it returns no tensor of ids
+            settings.return_dict_in_generate = False  # otherwise generate() returns an object instead of token ids
             with torch.inference_mode(), self._fast_steps(settings, decoding.max_new_tokens):
                 output = self._model.generate(
                     input_ids=torch.tensor(rows, device=self.device),

@@ -162,7 +162,7 @@ class Samples:
         found = [ids for one in decoder.continue_all(pack) for ids in one.new.tolist()]
         if self._file is None:
             return
-        # Fillers may follow the prompts.
+        # Fillers may follow the prompts in the result; zip() leaves them out.
         for number, (prompt, ids) in enumerate(zip(self._prompts, found, strict=False)):
             tokens = [token for token in ids if token >= 0]
             text = None if self._tokenizer is None else self._tokenizer.decode(tokens)

@@ -35,7 +35,7 @@ class AttentionCore(nn.Module):
             :mod:`d9d_core.attention`.
 
     Raises:
-        BuildError: there is a soft cap and there are sinks; or values are larger than keys.
+        BuildError: both a soft cap and sinks are given; or V is larger than D.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AttentionCore(nn.Module):
     def fit(self, value: Tensor) -> Tensor:
         """Pad values with zeros to the size of keys, unless the bound backend computes values of another size.
 
-        Parallel strategies, which replace the forward or the function, exchange keys and values of one size.
+        Parallel strategies, which replace the forward or the function, need keys and values of one size.
 
         Args:
             value: [B, S, K, V].
@@ -152,14 +152,14 @@ class AttentionCore(nn.Module):
         more = () if sinks is None else (sinks,)
         if self._function is not None:
             mask: Any = documents
-            if isinstance(documents, AttentionMasks):  # a function without masks gets the documents
+            if isinstance(documents, AttentionMasks):  # a function that makes no masks gets the documents
                 prepared = documents.prepared.get(self.attention.mask_key)
                 mask = documents.documents if prepared is None else prepared
             return self._function(query, key, value, mask, self.attention.static["window"], *more)
         if isinstance(documents, AttentionMasks):
             if self.attention.mask_key in documents.prepared:
                 return self._attend(query, key, value, documents.prepared[self.attention.mask_key], *more)
-            documents = documents.documents  # a layer unknown to the model, such as a replacement
+            documents = documents.documents  # no mask was prepared: a replaced layer, which the model does not know
         return self._attend(query, key, value, self.attention.prepare(documents, key.shape[1], query.device), *more)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, *sinks: Tensor) -> Tensor:

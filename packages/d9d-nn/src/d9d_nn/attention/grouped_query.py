@@ -54,7 +54,8 @@ class GroupedQueryAttention(nn.Module):
             ``None`` for an :class:`~d9d_nn.attention.core.AttentionCore` with the given window, cap, sinks and mask.
 
     Raises:
-        BuildError: the core has other heads; or a core and options of a core are given.
+        BuildError: the given core has other heads, features or sinks than the layer; or ``window``, ``softcap`` or
+            ``mask`` is given together with ``core``.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class GroupedQueryAttention(nn.Module):
         return {"rope": self.rope, "normed_rope": self.normed_rope, **whole}
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
-        """Names of the query, key and value weights if :attr:`attention_inputs` may read them as one tensor."""
+        """Names of query, key and value weights, to be adjacent in memory, if a kernel may read them as one tensor."""
         plain = "attention_inputs" in self.op_slots()
         return [("q_proj.weight", "k_proj.weight", "v_proj.weight")] if plain else []
 
@@ -184,7 +185,7 @@ class GroupedQueryAttention(nn.Module):
     @in_one_op("attention_inputs")
     def _inputs(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values; queries and keys normalised and rotated."""
-        heads = (*hidden.shape[:2], -1, self.head_dim)  # the number of heads is inferred: with tp, a rank has a share
+        heads = (*hidden.shape[:2], -1, self.head_dim)  # heads are counted by view: with tp, a rank has fewer
         query = self.q_proj(hidden).view(heads)  # [B, S, N, D]
         key = self.k_proj(hidden).view(heads)  # [B, S, K, D]
         value = self.v_proj(hidden).view(heads)  # [B, S, K, D]

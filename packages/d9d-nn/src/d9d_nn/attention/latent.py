@@ -236,7 +236,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _inputs(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Scaled queries, normalised latents, and the rotated shared key."""
-        # The number of heads is inferred: with tp, a rank has a share.
+        # The number of heads is inferred from the features, because with tp a rank has only some of the heads.
         query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [B, S, N, D]
         if self.score_factor != 1.0:
             query = query * self.score_factor

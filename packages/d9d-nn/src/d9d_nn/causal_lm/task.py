@@ -79,7 +79,7 @@ class CausalLM(TextTask):
         return super().split_positions(self._shifted(microbatch), share)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of targets, or the sum of their weights.
+        """Weight of the loss term in a microbatch: the number of targets, or the sum of their weights.
 
         Raises:
             JobError: the dataset gives no targets.

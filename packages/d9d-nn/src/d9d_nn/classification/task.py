@@ -71,7 +71,7 @@ class Classification(TextTask):
             raise JobError("\n".join(problems))
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of labels that are not ignored.
+        """Weight of the loss term in a microbatch: the number of labels that are not ignored.
 
         Raises:
             JobError: the dataset gives no labels, or labels of texts to a task that needs labels of tokens.

@@ -12,7 +12,7 @@ from d9d_core.first_pass import DataRanks
 from torch import Tensor
 from torch.nn import functional
 
-#: Largest number of similarities that exist at a time.
+#: Largest number of similarities in memory at a time.
 _CHUNK_ELEMENTS = 1 << 26
 
 

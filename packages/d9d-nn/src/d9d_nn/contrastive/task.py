@@ -34,7 +34,8 @@ from d9d_nn.microbatch import (
 from d9d_nn.text_task import TextTask
 
 _TERM = "contrastive"
-#: Tensors that the first pass adds to a microbatch.
+#: Names of the tensors that the first pass adds to a microbatch: loss of each query, gradient of each embedding, and
+#: whether a query's own text is the most similar one.
 _LOSS, _GRADIENT, _HITS = "contrastive_loss", "embedding_gradient", "retrieval_hits"
 
 
@@ -57,7 +58,7 @@ class Embedding(TextTask):
         self.config = config
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of queries in the loss: a query counts if it and its first text, which belongs to it, have tokens."""
+        """Weight of the loss term: the number of queries that have tokens and whose own (first) text has tokens."""
         present = _present(microbatch)
         counted = (present[:, 0] & present[:, 1]).sum(dtype=torch.float32)
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
@@ -123,7 +124,7 @@ class Embedding(TextTask):
         embedding = read_output(outputs, "embedding", self.config.head)
         surrogate = (embedding * microbatch[_GRADIENT]).sum()
         loss = microbatch[_LOSS].sum() + (surrogate - surrogate.detach())
-        # On ranks that do not count, zero gradients instead of none, because the backward is collective.
+        # Ranks that do not count queries return zero with zero gradients: all ranks must run the collective backward.
         return {_TERM: loss if counts_samples(microbatch) else 0 * loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002

@@ -65,7 +65,7 @@ class DecoderBlock(nn.Module):
         return [core.attention]
 
     def mix(self, normed: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
-        """Mix tokens of the same document: the norm's output to [B, S, H]; other arguments as in :meth:`forward`."""
+        """Mix tokens of the same document: map the norm's output [B, S, H] to [B, S, H]; see :meth:`forward`."""
         return self.attention(normed, rotation, documents)  # type: ignore[no-any-return]
 
     def forward(
@@ -75,7 +75,7 @@ class DecoderBlock(nn.Module):
         documents: AttentionMasks | Documents,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Map [B, S, H] to [B, S, H].
+        """Run the layer: map the residual stream before it to the residual stream after it, [B, S, H] each.
 
         Args:
             hidden: [B, S, H], the residual stream.
@@ -139,7 +139,7 @@ class SandwichBlock(DecoderBlock):
         documents: AttentionMasks | Documents,
         padding: Tensor | None = None,  # noqa: ARG002 - for layers that route
     ) -> Tensor:
-        """Map [B, S, H] to [B, S, H], see :meth:`DecoderBlock.forward`."""
+        """Run the layer on the residual stream [B, S, H], see :meth:`DecoderBlock.forward`."""
         normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
         attended = self.post_attention_norm(self.mix(normed, rotation, documents))  # [B, S, H]
         normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum

@@ -22,7 +22,7 @@ from d9d_nn.rope.scaling import Rope, RopeScaling
 
 #: Kind of a layer's attention, as transformers calls it.
 LayerType = Literal["full_attention", "sliding_attention"]
-#: Positions of its document that a token attends to.
+#: Names of the rules that select the positions of its document that a token attends to.
 AttentionMask = Literal["causal", "bidirectional", "prefix", "blocks"]
 #: Valid names in the map ``added_tokens``.
 _PART = re.compile("[a-z][a-z0-9_]*")
@@ -32,7 +32,8 @@ PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 def keys_of(window: int | None, sequence_length: int, *, bidirectional: bool = False) -> float:
     """Average number of keys that a token attends to in a layer with this window; ``None`` for no window."""
-    # The triangle of causal attention, minus the triangle beyond the window; bidirectional attention has two of both.
+    # Area of the score matrix per query: a causal mask leaves a triangle, and a window cuts off a smaller one.
+    # Bidirectional attention has both triangles twice.
     beyond = max(sequence_length - (window or sequence_length), 0)
     causal = sequence_length / 2 - beyond**2 / (2 * sequence_length)
     return 2 * causal if bidirectional else causal
@@ -52,8 +53,8 @@ class DecoderConfig(ModelConfig, ABC):
     """Number of token ids."""
 
     added_tokens: int | dict[str, int] = 0
-    """The last N token ids get a separate weight, which can be trained alone; this is N. A map such as
-    {chat: 4, tools: 8} makes several such weights: here the last 8 ids are of tools, the 4 before them of chat."""
+    """Number of last token ids that get a separate weight, which can be trained alone. A map such as
+    {chat: 4, tools: 8} makes several such weights: one for the last 8 ids (tools), one for the 4 ids before (chat)."""
 
     hidden_size: int = Field(gt=0)
     """Features of a token between layers."""
@@ -201,7 +202,7 @@ class DecoderConfig(ModelConfig, ABC):
         return keys_of(self.window(layer), sequence_length, bidirectional=bidirectional)
 
     def mask_kind(self) -> Literal["causal", "bidirectional", "blocks"]:
-        """Kind of mask of all attention cores; prefixes are blocks."""
+        """Kind of mask that all attention cores compute; for ``prefix``, it is ``blocks``."""
         return "blocks" if self.attention_mask == "prefix" else self.attention_mask
 
     def mixing_flops(self, layer: int, sequence_length: int) -> float:
@@ -210,7 +211,7 @@ class DecoderConfig(ModelConfig, ABC):
         return 6.0 * self.num_attention_heads * (self.head_dim + self.value_features()) * keys
 
     def kind(self, layer: int) -> Hashable:
-        """Key that is equal for layers of equal structure."""
+        """Key of a layer's structure: layers with equal keys are built alike."""
         return self.window(layer)
 
     def biased_projections(self) -> frozenset[str]:
@@ -246,10 +247,10 @@ class MultiTokenConfig(DecoderConfig, ABC):
         return self.mtp
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
-        """Refuse other layers of multi-token prediction than the saved model has; only the weight may change.
+        """Refuse to resume with other layers of multi-token prediction than saved; only ``weight`` may change.
 
         Raises:
-            ValueError: the number of depths, or the order of the projections' inputs, is another.
+            ValueError: the number of depths, or the order of the projections' inputs, differs from the saved model's.
         """
         super().check_resume(saved)
         before = MultiTokenPrediction.model_validate(saved.get("mtp", {}))

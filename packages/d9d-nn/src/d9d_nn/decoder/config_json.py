@@ -41,7 +41,7 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
     if dtype not in _DTYPES:
         raise CheckpointError(f"config.json cannot state the dtype '{dtype}'; export one of {', '.join(_DTYPES)}")
     scaling, positions = config.rope_scaling, config.max_positions
-    if isinstance(scaling, DynamicScaling):  # transformers has one field for both
+    if isinstance(scaling, DynamicScaling):  # transformers has one field for this and for the longest sequence
         positions = scaling.original_max_positions
     theta = _stated_theta(config)
     rope = {"rope_theta": theta, **scaling_to_hugging_face(scaling)}
@@ -60,12 +60,13 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
         "max_position_embeddings": positions,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": rope,
-        "rope_theta": theta,  # transformers before 5
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling_to_hugging_face(scaling),  # likewise
+        "rope_theta": theta,  # read by transformers before 5
+        # read by transformers before 5
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling_to_hugging_face(scaling),
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.initialization.std,
         "dtype": dtype,
-        "torch_dtype": dtype,  # transformers before 5
+        "torch_dtype": dtype,  # read by transformers before 5
         "use_cache": True,
         **_labels(config),
         **({_OURS: own} if own else {}),
@@ -155,7 +156,7 @@ def flag(data: Mapping[str, Any], name: str) -> bool:
 
 
 def late_windows_json(config: DenseConfig) -> dict[str, Any]:
-    """Write the fields that :func:`late_windows` reads."""
+    """Write the fields about sliding windows, which :func:`late_windows` reads."""
     first = config.num_layers if config.sliding_window is None else config.sliding_from_layer
     return {
         "use_sliding_window": config.sliding_window is not None,
@@ -172,7 +173,7 @@ def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, i
         CheckpointError: a layer after the first sliding-window layer has no sliding window.
     """
     layers = data["num_hidden_layers"]
-    # As transformers reads it, including its defaults.
+    # Reads these fields as transformers does, including its defaults.
     window = data.get("sliding_window", 4096) if flag(data, "use_sliding_window") else None
     kinds = data.get("layer_types")
     if kinds is None:
@@ -192,7 +193,7 @@ def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, i
 
 
 def layer_types_json(config: AlternatingConfig) -> list[str]:
-    """Write the field that :func:`layer_types` reads."""
+    """Kinds of attention of all layers, for the field that :func:`layer_types` reads."""
     return [config.layer_type(layer) for layer in range(config.num_layers)]
 
 
@@ -293,7 +294,7 @@ def _labels(config: DecoderConfig) -> dict[str, Any]:
     if not isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
         return {}
     names = [f"LABEL_{index}" for index in range(head.num_classes)]
-    # transformers needs a padding token to find the last token of each sample in a batch; it is unknown here.
+    # The padding token, by which transformers finds the last token of each sample in a batch, is unknown here.
     return {
         "id2label": {str(index): name for index, name in enumerate(names)},
         "label2id": {name: index for index, name in enumerate(names)},

@@ -269,7 +269,7 @@ def attention_cost(
     inside = (projected * queries + 2 * pairs) * head
     into = _linear(config, "q_proj", projected * outputs, hidden, 0)
     for name in ("k_proj", "v_proj"):
-        if config.num_key_value_heads < share.tensor:  # each rank has the whole weight
+        if config.num_key_value_heads < share.tensor:  # every rank holds the weights of all key/value heads
             into += _linear(config, name, config.num_key_value_heads * head, hidden, None)
         else:
             into += _linear(config, name, int(pairs * head), hidden, 0)
@@ -345,7 +345,7 @@ def _further(config: DecoderConfig, share: Share, layer: BlockCost) -> BlockCost
         name="further token",
         ops=ops,
         parameters=layer.parameters + 2 * hidden**2 + len(names) * hidden,
-        input=2 * layer.input,  # the hidden states and the embeddings
+        input=2 * layer.input,  # two inputs: hidden states, and embeddings of later tokens
         workspace=layer.workspace + joined,
     )
 
@@ -365,7 +365,7 @@ def _heads(config: DecoderConfig, stage: Stage, share: Share) -> BlockCost:
     norm = Weight("norm.weight", (hidden,))
     ops: list[OpCost] = [rms_norm("norm", share.tokens / share.tensor, hidden, width, weights=(norm,))]
     workspace, parameters = 0.0, hidden
-    tokens = (1 + depths) * share.tokens  # rows of the head
+    tokens = (1 + depths) * share.tokens  # number of rows that the head computes
     has_embedding = stage.is_first or depths > 0
     for name, head in config.heads.items():
         if head.kind == "causal_lm":

@@ -1,4 +1,4 @@
-"""Base of the Hugging Face formats: ``config.json`` of transformers 5, and parameter names."""
+"""Base of the decoders' Hugging Face formats: converts configs from and to ``config.json``, and tensor names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DecoderFormat(ABC, Generic[C]):
         """
 
     def family_of(self, config: C) -> Family:  # noqa: ARG002 - overridden by models of several families
-        """Family of transformers that has the model of this config."""
+        """Family in transformers to which the model of this config belongs."""
         return self.family
 
     def family_in(self, data: Mapping[str, Any]) -> Family:  # noqa: ARG002 - likewise
@@ -115,7 +115,7 @@ class DecoderFormat(ABC, Generic[C]):
             raise CheckpointError(
                 f"config.json: values are invalid for a {name} model: {'; '.join(problems)}"
             ) from error
-        self.direction_json(config)  # raises for a window that transformers understands differently
+        self.direction_json(config)  # raises if a window has another meaning in transformers
         return config
 
     def layers(self, config: C, stored: C) -> list[Mapper]:  # noqa: ARG002 - some families compare the two

@@ -230,7 +230,7 @@ class DecoderModel(nn.Module):
                 # One look-up of all depths, because hooks and wrappers of the embedding expect one call per forward.
                 ids = torch.cat((tokens, lookup_ids(further.tokens)))
                 sizes = [len(tokens), len(ids) - len(tokens)]
-                # Not as views, because compiled layers guard on views, and would be compiled twice.
+                # Split without views, because compiled layers guard on views, and would be compiled twice.
                 hidden, ahead = torch.unsafe_split_with_sizes(self.embed(ids), sizes)
         if hidden is None:
             name = self.config.name

@@ -162,7 +162,7 @@ class MultiTokenLayers(nn.ModuleDict):
             with torch.no_grad():
                 self.get_buffer(f"{term}_sum").copy_(total)
             token_loss = add_auxiliary_loss(token_loss, total, self.get_buffer(f"{term}_factor"))
-        return token_loss.clone()  # not a view, on which FSDP2's hooks could get lost
+        return token_loss.clone()  # a copy, because FSDP2's hooks could get lost on a view
 
 
 def lookup_ids(tokens: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class MultiTokenPrediction(Section):
     @model_validator(mode="before")
     @classmethod
     def _requires_depths(cls, values: Any) -> Any:
-        # With depths 0, the other fields are the ones of pretrained weights, or of a saved job.
+        # An explicit depths 0 may have other fields, because pretrained weights and saved jobs state all fields.
         if isinstance(values, Mapping) and values and "depths" not in values:
             given = min(values)
             raise ValueError(f"{given} has no effect without depths; set depths to 1 or more, or remove {given}")

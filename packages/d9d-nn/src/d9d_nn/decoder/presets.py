@@ -36,7 +36,7 @@ def fill(values: Mapping[str, Any], presets: Presets) -> Mapping[str, Any]:
     """
     name = values.get("preset")
     if not isinstance(name, str):
-        return values  # the field itself rejects other values
+        return values  # validation of the field preset rejects other types
     if values.get("pretrained") is not None:
         raise ValueError(f"pretrained defines the sizes; remove preset: {name}")
     if name not in presets:

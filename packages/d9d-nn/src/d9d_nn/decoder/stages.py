@@ -32,6 +32,6 @@ def layers_of(config: DecoderConfig, stage: Stage) -> range:
     layer = layer_parameters(config) / config.num_layers
     embedding = _EMBEDDING_PER_HEAD * config.vocab_size * config.hidden_size
     last = head_parameters(config, config.max_positions) + further_parameters(config)
-    if config.multi_token().depths:  # the last stage looks up further tokens
+    if config.multi_token().depths:  # then the last stage looks up the later tokens' embeddings
         last += embedding
     return stage_layers(config.num_layers, stage, first=embedding / layer, last=last / layer)

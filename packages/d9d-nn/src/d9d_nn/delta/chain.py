@@ -101,7 +101,7 @@ class ContextChain:
     def state_space_rule(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """State-space rule with A [N], chunks [2 B, L, ...] of the other tensors, and documents as in :meth:`convolve`.
+        """State-space rule on this rank's chunks: A is [N], ``documents`` as in :meth:`convolve`, others [2 B, L, ...].
 
         Collective over ``cp``, in forward and backward; see :func:`~d9d_nn.ops.state_space_rule.state_space_rule`.
         """
@@ -110,7 +110,7 @@ class ContextChain:
         decay = (dt * A).to(last.dtype).cumsum(1).exp()  # [2 B, L, N]
         if numbers is not None:
             decay = decay * (numbers[:, 1:] == numbers[:, :1])[..., None]
-        # The functions as the rows [U | M], where M is a number.
+        # Each chunk's function as a row [U | M], where M is a number.
         rows = torch.cat([last.flatten(2), decay[:, -1, :, None]], dim=-1).unsqueeze(2)
         with without_autocast(x):
             states = self._states(self.share.gather(torch.unflatten(rows, 0, (-1, 2))), rows.shape[-1] - 1)
@@ -147,9 +147,9 @@ class ContextChain:
         return torch.stack([states[chunk] for chunk in self.chunks], dim=1).flatten(0, 1)
 
     def _before_chunks(self, x: Tensor, count: int) -> Tensor:
-        """Last ``count`` positions before each own chunk [2 B, count, F], zeros before a sample, of [B, 2 L, F]."""
+        """Last ``count`` positions before each own chunk, [2 B, count, F], of x [B, 2 L, F]; zeros before a sample."""
         length = x.shape[1] // 2
-        each = min(length, count)  # with shorter chunks, the gathered positions are the whole sample
+        each = min(length, count)  # if chunks are shorter than count, whole chunks are gathered
         ends = self.share.gather(
             torch.unflatten(x, 1, (2, length))[:, :, length - each :].flatten(1, 2)
         )  # [B, 2 R each, F]
@@ -161,7 +161,7 @@ class ContextChain:
         return torch.stack(found, dim=1).flatten(0, 1)
 
     def _of_chunks(self, documents: Tensor, before: int) -> Tensor:
-        """Documents of each own chunk and of ``before`` positions before it, [2 B, before + L], of [B, S]."""
+        """From documents [B, S], the ones of each own chunk and ``before`` positions before it: [2 B, before + L]."""
         length = documents.shape[1] // (2 * self.share.ranks)
         padded = functional.pad(documents, (before, 0))
         found = [padded[:, chunk * length : (chunk + 1) * length + before] for chunk in self.chunks]

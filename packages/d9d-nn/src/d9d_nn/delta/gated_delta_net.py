@@ -155,7 +155,7 @@ class GatedDeltaNet(nn.Module):
         return self.o_proj(self.norm(mixed, gate).flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads [B, S, K, D_k], [B, S, K, D_k] and [B, S, N, D_v] of features."""
+        """Split features of query, key and value into heads: [B, S, K, D_k], [B, S, K, D_k] and [B, S, N, D_v]."""
         query, key = (torch.unflatten(x, -1, (-1, self.key_dim)) for x in (query, key))
         return query, key, torch.unflatten(value, -1, (-1, self.value_dim))
 

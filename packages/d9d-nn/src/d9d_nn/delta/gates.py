@@ -31,7 +31,7 @@ class MambaRates(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self._rates, self._times = rates, times
-        MambaRates.reset_parameters(self)  # a subclass has more parameters later
+        MambaRates.reset_parameters(self)  # not self.reset_parameters: a subclass has not created its parameters yet
 
     def reset_parameters(self) -> None:
         """Draw the initial rates and times."""
@@ -41,13 +41,13 @@ class MambaRates(nn.Module):
                 nn.init.ones_(self.dt_bias)
                 return
             self.dt_bias.uniform_(*map(math.log, self._times)).exp_()
-            # The inverse of softplus.
+            # Apply the inverse of softplus to the drawn times.
             self.dt_bias.add_(torch.log(-torch.expm1(-self.dt_bias)))
 
     def rate(self, x: Tensor) -> Tensor:
         """Rates [N], not positive, in the dtype of ``x`` or float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        # An infinite rate times a step of zero would be NaN.
+        # Rates are kept finite, because an infinite rate times a step of zero would be NaN.
         return -self.A_log.to(wide).clamp(max=math.log(torch.finfo(wide).max) - 1).exp()
 
     def step(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.text_task import TextTask
 
 _SOFT, _HARD = "divergence", "cross_entropy"
-#: Tensors that the first pass adds to a microbatch.
+#: Names of the tensors that the first pass adds to a microbatch: the teacher's logits and, with ``top_k``, their ids.
 _LOGITS, _WORDS = "teacher_logits", "teacher_words"
 
 
@@ -79,7 +79,7 @@ class Distillation(TextTask):
             raise JobError("\n".join(problems))
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of targets, or the sum of their weights, for each term."""
+        """Weight of each loss term in a microbatch: the number of targets, or the sum of their weights."""
         return dict.fromkeys(self.coefficients, counted_targets(microbatch))
 
     @property
@@ -123,7 +123,8 @@ class Distillation(TextTask):
         weights = microbatch["weights"].flatten() if "weights" in microbatch else 1.0
         sums = {_SOFT: (soft * weights).sum()}
         if self.config.hard_weight:
-            one = torch.zeros(len(targets), 1, device=logits.device)  # one logit: the target has probability 1
+            # one logit for one token id: the target has probability 1
+            one = torch.zeros(len(targets), 1, device=logits.device)
             hard = divergence(logits, one, targets.clamp(min=0).unsqueeze(1), counted)
             sums[_HARD] = (hard * weights).sum()
         return sums

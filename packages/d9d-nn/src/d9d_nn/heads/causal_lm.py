@@ -98,7 +98,7 @@ class CausalLMHead(nn.Module):
         if softcap is None:
             shared = ["vocabulary_parallel_cross_entropy"]
             self.linear_cross_entropy = OpSlot("linear_cross_entropy", linear_cross_entropy, instead=shared, **facts)
-        else:  # another name, so that no backend can ignore the cap
+        else:  # with a cap, the op has another name, so that no backend can ignore the cap
             function = partial(linear_cross_entropy, softcap=softcap)
             self.linear_cross_entropy = OpSlot("capped_linear_cross_entropy", function, **facts)
         self._ranked: set[str] = set()
@@ -172,7 +172,7 @@ class CausalLMHead(nn.Module):
             loss, ranks = slot.function.with_ranks(hidden, weight, targets)
         elif slot.backend == "reference":
             loss, ranks = linear_cross_entropy_with_ranks(hidden, weight, targets, softcap=self.softcap)
-        else:  # a backend that does not return its logits
+        else:  # the backend cannot count ranks: recompute the logits
             loss, ranks = slot(hidden, weight, targets), target_ranks(hidden, weight, targets)
         return {"token_loss": loss, RANKS: ranks}
 

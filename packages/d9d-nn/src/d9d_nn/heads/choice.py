@@ -43,7 +43,7 @@ def choose_head(model: Any, kind: str, name: str | None, where: str = "task.head
         near = closest(name, heads)
         hint = f"did you mean '{near}'? " if near else ""
         raise JobError(f"{where}: the model has no head '{name}'; {hint}it has: {kinds}")
-    # A plugin's head may return the output that the task reads.
+    # A plugin's head of any kind is accepted, because it may return the output that the task reads.
     if heads[name].kind != kind and not isinstance(heads[name], PluginHeadConfig):
         raise JobError(
             f"{where}: the task needs a head of kind {kind}, the model has: {kinds}; "

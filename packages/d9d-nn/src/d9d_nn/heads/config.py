@@ -191,7 +191,7 @@ def _read_head(value: Any, handler: ValidatorFunctionWrapHandler, info: Validati
     if "stored_heads" in context:
         return StoredHeadConfig.model_validate(value)
     registry = context.get("registry")
-    if registry is None:  # outside of a job file, whose plugins are unknown
+    if registry is None:  # validated outside of a job file, so the plugins are unknown
         return handler(value)
     records = {entry.spec.key: entry for entry in registry.entries("head")}
     if kind not in records:
@@ -238,7 +238,7 @@ def head_layers(head: HeadConfig | PluginHeadConfig, num_layers: int) -> tuple[i
 
 
 def head_reads(head: HeadConfig | PluginHeadConfig, num_layers: int) -> tuple[tuple[int, ...], ...]:
-    """Sets of layers whose means a head reads, see :func:`head_layers`; empty if it reads the final state."""
+    """Layers of each mean that a head reads, see :func:`head_layers`; empty if it reads the final state."""
     layers = head_layers(head, num_layers)
     if layers is None:
         return ()

@@ -65,5 +65,5 @@ class EmbeddingHead(PoolsContext, nn.Module):
             pooled = functional.linear(pooled, self.weight)
         pooled = pooled[..., : self.dim]
         wide = pooled.to(torch.promote_types(pooled.dtype, torch.float32))
-        # A plain slice is a view, and FSDP2 warns about modules that return views.
+        # A copy, because a slice is a view, and FSDP2 warns about modules that return views.
         return {"embedding": functional.normalize(wide, dim=-1) if self.normalize else wide.clone()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-#: Output of the head, and observation of tasks.
+#: Name of the head's output, and of the observation in which tasks pass it to metrics.
 HIDDEN_STATES = "hidden_states"
 
 

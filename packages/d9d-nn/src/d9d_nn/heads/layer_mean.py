@@ -49,7 +49,7 @@ class LayerSums:
             )
 
     def add(self, layer: int, hidden: Tensor) -> None:
-        """Add the output of a layer, [B, S, H]."""
+        """Add the output of a layer, [B, S, H], to each running sum that includes the layer."""
         names = [sum_name(layers) for layers in self._wanted if layer in layers]
         if names:
             scaled = functional.rms_norm(hidden, hidden.shape[-1:], eps=self._eps).to(hidden.dtype)

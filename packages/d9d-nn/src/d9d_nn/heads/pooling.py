@@ -103,6 +103,6 @@ def _pool_rows(hidden: Tensor, ends: Tensor, pooling: Pooling, counted: Tensor |
     inside = (places >= begins.unsqueeze(-1)) & (places < ends.unsqueeze(-1))
     if counted is not None:
         inside = inside & counted.unsqueeze(1)
-    # A product with ones and zeros sums in a fixed order, without a copy of the states for each row.
+    # A matrix product with ones and zeros sums positions in a fixed order, without a copy of the states for each row.
     total = inside.to(wide) @ hidden.to(wide)
     return (total / inside.sum(dim=-1).clamp(min=1).unsqueeze(-1)).to(hidden.dtype)

@@ -37,7 +37,7 @@ class HeadReader:
     output = "class_logits"
     #: Names of the kept tensors with a dimension of positions, to gather over ``cp``; none if the head pools.
     of_positions: frozenset[str] = frozenset()
-    #: The heads are trained with labelled texts, to which the dataset adds no end of text.
+    #: Texts get no end-of-text token, because the heads are trained with labelled texts, which have none.
     text_inputs: TextInputs = "as_encoded"
 
     def __init__(self, config: Any) -> None:
@@ -166,7 +166,7 @@ class Rewards(HeadReader):
     """Inference task of rewards: the score of each row, from a head of one class."""
 
     config: RewardsConfig
-    #: A head is trained with texts of preferences, of which the last token is a target only.
+    #: Texts lose their end token: in training with preferences, the last token is a target and never an input.
     text_inputs = "without_end"
 
     @property

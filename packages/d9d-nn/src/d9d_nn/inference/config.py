@@ -96,7 +96,7 @@ class GenerationsConfig(PluginConfig):
     temperature: NonNegativeFloat = 0.0
     """Divides the logits before a token is drawn; 0 takes the most probable token."""
     seed: NonNegativeInt = 0
-    """Seed of the draws, which depend only on it and on the numbers of the row and of the token."""
+    """Seed of the random draws; each depends only on the seed, the index of the row and the index of the token."""
     stop: tuple[NonNegativeInt, ...] | None = None
     """Ids of the tokens that end a continuation; null takes them from the model, else from the data."""
     head: str | None = None

@@ -15,7 +15,7 @@ class Embeddings(HeadReader):
 
     kind = "embedding"
     output = "embedding"
-    #: The head is trained with the texts of pairs, which include the end of text.
+    #: Texts get an end-of-text token, because the head is trained with the texts of pairs, which have one.
     text_inputs = "with_end"
 
     @property

@@ -90,7 +90,7 @@ class Generations:
             return None
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """New tokens int64 [B, N], whether they end the text, bool [B], and the lengths of the prompts, int64 [B]."""
+        """New tokens int64 [B, N], whether their last one is an end token, bool [B], and prompt lengths int64 [B]."""
         tokens = microbatch["tokens"]
         sizes = microbatch.get("lengths", tokens.new_full((len(tokens),), tokens.shape[1]))
         return {"new_tokens": outputs["new_tokens"], "ended": outputs["ended"], "sizes": sizes}
@@ -107,7 +107,7 @@ class Generations:
         }
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Number of rows, number of their new tokens, and number of rows that have ended."""
+        """Number of rows, of their new tokens, and of rows in which the model generated an end token."""
         return {
             "rows": float(len(rows[ROW])),
             "tokens": float(sum(map(len, rows["tokens"]))),
@@ -115,7 +115,7 @@ class Generations:
         }
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Summary of the pass: the number of rows, the number of new tokens, and the fraction of ended rows."""
+        """Summary of the pass: the number of rows, the number of new tokens, and the fraction with an end token."""
         return {
             "rows": sums["rows"],
             "new_tokens": sums["tokens"],

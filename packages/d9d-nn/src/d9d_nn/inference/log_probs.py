@@ -154,4 +154,4 @@ class PerplexityRows(TokenLikelihoods):
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf  # larger results do not fit into 64 bits
+    return math.exp(value) if value < 700 else math.inf  # larger results overflow a 64-bit float

@@ -10,7 +10,7 @@ import numpy as np
 from d9d_core.types import Microbatch, State
 from torch import Tensor
 
-#: Tensors of a microbatch that give the places of its rows.
+#: Names of the tensors of a microbatch that locate its rows.
 PLACES = ("documents", "lengths")
 
 

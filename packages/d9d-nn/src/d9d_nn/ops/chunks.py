@@ -19,7 +19,7 @@ CHUNK = 64
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Context without autocast on the device of a tensor; autocast would round the factors of products."""
-    # There is no autocast on meta.
+    # torch has no autocast for the meta device.
     return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
@@ -54,7 +54,7 @@ def reach(documents: Tensor | None, padding: int, chunk: int, samples: int, like
     earlier = torch.ones(chunk, chunk, dtype=torch.bool, device=like.device).tril_()
     if documents is None:
         return earlier.view(1, 1, 1, chunk, chunk), like.new_ones(1, 1, 1, chunk)
-    # A document has one number in a sample only if its tokens are adjacent, so borders are counted instead.
+    # Equal document numbers need not be adjacent; numbers counted from the borders are equal only within one document.
     numbers = counted(documents.to(like.device))
     places = torch.cat([numbers, numbers[:, -1:].expand(-1, padding)], dim=1).view(samples, 1, -1, chunk)
     # The first document continues the state before the first chunk.
@@ -78,7 +78,7 @@ def decays_between(decay: Tensor, same: Tensor) -> Tensor:
     return sums.masked_fill(~same, -torch.inf).exp()
 
 
-# Ops of their own, because a compiler would unroll the loops over all chunks of a sample.
+# The scan is a custom op, because a compiler would unroll its loop over all chunks of a sample.
 @torch.library.custom_op("d9d_nn::affine_scan", mutates_args=())
 def affine_scan(factors: Tensor, added: Tensor, begun: Tensor) -> Tensor:
     """States ``S[i + 1] = factors[i] S[i] + added[i]``, with ``S[0] = begun``.

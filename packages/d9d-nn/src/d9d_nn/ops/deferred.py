@@ -50,7 +50,7 @@ def product(rows: Tensor, weight: Tensor, deferral: Deferral, parts: Product, bi
         parts: functions of the product and its gradients.
         bias: bias that ``parts.forward`` adds to each row; given here only to compute its gradient.
     """
-    # The backward must run even if only the weight needs a gradient, which autograd does not see.
+    # Autograd does not see that the weight needs a gradient, so an empty input that needs one makes the backward run.
     alone = None if rows.requires_grad else rows.new_empty(0).requires_grad_()
     edge = get_gradient_edge(weight)
     out: Tensor = _Product.apply(rows, weight.detach(), bias, deferral, parts, edge, alone)
@@ -108,7 +108,7 @@ def _linear_plus(bias: Tensor | None) -> Product:
     return Product(
         forward=lambda x, weight: functional.linear(x, weight, bias),
         rows_gradient=lambda grad, weight: _flat(grad).mm(weight).view(*grad.shape[:-1], weight.shape[1]),
-        # As in torch for x @ weight.T, so that results are equal bit for bit.
+        # The same product as in torch's backward of x @ weight.T, so that results are equal bit for bit.
         weight_gradient=lambda x, grad: _flat(grad).t().mm(_flat(x)),
     )
 
@@ -131,7 +131,7 @@ def as_autocast_together(weights: Sequence[Tensor]) -> list[Tensor]:
     dtypes = [autocast_dtype(weight) for weight in weights]
     if all(dtype in (None, weight.dtype) for dtype, weight in zip(dtypes, weights, strict=True)):
         return list(weights)
-    if not torch.is_grad_enabled():  # where torch.compile of torch 2.11 drops all arguments of *weights but the first
+    if not torch.is_grad_enabled():  # torch.compile of torch 2.11 would lose arguments of apply() here
         return list(_cast_together(weights))
     found: tuple[Tensor, ...] = _CastTogether.apply(*weights)
     return list(found)

@@ -34,14 +34,14 @@ from d9d_nn.ops.chunks import (
 
 __all__ = ["CHUNK", "EPS", "chunked", "chunked_from", "counted", "gated_delta_rule", "without_autocast"]
 
-#: Added to the sum of squares of a query or key.
+#: Constant that is added to the sum of squares of a query or key, before the root.
 EPS = 1e-6
 
 
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None = None
 ) -> Tensor:
-    """Reference: one position after another, in float32 or wider.
+    """Reference of the gated delta rule: computes one position after another, in float32 or wider.
 
     Value head n reads the query and key head ``n // (N / K)``. Queries and keys are divided by their length.
 
@@ -141,7 +141,7 @@ def chunked_from(
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept floating-point dtypes on CPU and CUDA; the reference makes a step for each position."""
+    """Accept floating-point dtypes on CPU and CUDA; preferred to the reference, which loops over the positions."""
     if signature.dtype not in FLOATS:
         return Decision(accept=False, reason=f"dtype {signature.dtype} is not one of {', '.join(FLOATS)}")
     if signature.device not in ("cpu", "cuda"):
@@ -166,15 +166,16 @@ def _chunks_from(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`chunked_from` of inputs that :func:`_prepared` returned; all have N heads."""
     samples, length, heads, width = value.shape
-    # Padding at the end changes nothing before it: no decay, no strength.
+    # The padding after the last position has no decay and no strength, so it does not change the state.
     padding = -length % chunk
     parts = (query, key, value, beta, decay.to(value.dtype))
     q, k, v, b, g = (in_chunks(part, padding, chunk) for part in parts)
-    g = g.clamp(min=math.log(torch.finfo(g.dtype).tiny))  # already a factor of 0; sums stay finite and precise
+    # smaller decays are factors of 0, too; so sums stay finite and precise
+    g = g.clamp(min=math.log(torch.finfo(g.dtype).tiny))
     total = g.cumsum(-1)  # [B, N, chunks, C]
     same, reads = reach(documents, padding, chunk, samples, total)
     gamma = decays_between(g, same)
-    read = (total.exp() * reads)[..., None]  # decay from the state of the last chunk
+    read = (total.exp() * reads)[..., None]  # decay of the previous chunk's state until each position
     system = b[..., None] * gamma * (k @ k.mT)
     right = b[..., None] * torch.cat([v, k * read], dim=-1)
     # The solver reads only the entries below the diagonal, and takes the diagonal as ones.
@@ -184,7 +185,7 @@ def _chunks_from(
     keys = k * gamma[..., -1, :, None]
     keep = read[..., -1:, :]
     state = v.new_zeros(samples, heads, k.shape[-1], width) if state is None else state
-    # Only states go from chunk to chunk, each an affine function of the last one; the outputs follow in one product.
+    # Only states are computed chunk by chunk, each an affine function of the last; one product gives all outputs.
     factors = keep * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - keys.mT @ corrections
     states = affine_scan(factors, keys.mT @ changes, state)
     before = states[:, :, :-1]
@@ -193,7 +194,7 @@ def _chunks_from(
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalised and scaled queries, normalised keys, both for each value head, values and beta; float32 or wider."""
+    """Normalised scaled queries, normalised keys (both for each value head), values and beta; all float32 or wider."""
     wide = torch.promote_types(value.dtype, torch.float32)
     shared = value.shape[2] // key.shape[2]
 

@@ -53,7 +53,7 @@ def grouped_linear(
 
 def _multiply(x: Tensor, bank: Tensor, split: list[int]) -> Tensor:
     *rows, nobody = torch.split(x, split)
-    # unbind, not bank[e]: the gradient of an index is as large as the whole bank, for each expert.
+    # unbind() instead of bank[e], because the gradient of each index would be a tensor as large as the whole bank.
     parts = [part @ matrix for part, matrix in zip(rows, bank.unbind(0), strict=True)]
     return torch.cat([*parts, x.new_zeros(len(nobody), bank.shape[2])])
 
@@ -99,5 +99,5 @@ def packed(rows: Tensor) -> Tensor:
 
 def clear(rows: Tensor, spare: Tensor | None) -> Tensor:
     """Rows [R, ...] with zeros where ``spare`` bool [R, 1] is true."""
-    # Not in place: with torch 2.11's compiler, the gradients would be zeros.
+    # Not in place, because gradients would then be zeros under torch 2.11's compiler.
     return rows if spare is None else rows.masked_fill(spare, 0)

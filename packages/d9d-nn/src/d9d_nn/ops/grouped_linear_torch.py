@@ -19,7 +19,7 @@ from d9d_nn.ops.deferred import Product, may_defer, product
 from d9d_nn.ops.grouped_linear import autocast_operands, boundaries, clear, packed
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: The bytes of a row, in and out, must be a multiple of this.
+#: The number of bytes of an input row, and of an output row, must be a multiple of this.
 _ALIGNMENT = 16
 #: Major compute capabilities of torch's kernel. On other GPUs torch loops over experts and waits for their offsets.
 _CAPABILITIES = (9, 10)

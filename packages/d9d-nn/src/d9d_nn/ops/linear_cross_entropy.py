@@ -19,7 +19,7 @@ IGNORE = -100
 KEPT_ELEMENTS = 1 << 27
 #: A GPU may keep more logits: as many bytes as its memory divided by this.
 _KEPT_PART = 20
-#: Number of probabilities in memory at once, by device type: a CPU is fast with small chunks, a GPU is not.
+#: Largest number of probabilities in memory at once, by device type: small chunks are fast on a CPU, but not on a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 19}
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 28
 _LEAST_ROWS = 256
@@ -54,7 +54,7 @@ def linear_cross_entropy(
         the hidden state may be anything, including NaN: unlike in :func:`torch.nn.functional.cross_entropy`, it never
         affects the gradient of the weight.
     """
-    rows, keep = chunks_of(hidden, weight, targets, rows, keep)  # for the dtype before autocast
+    rows, keep = chunks_of(hidden, weight, targets, rows, keep)  # chosen by the dtype before autocast
     dtype = autocast_dtype(hidden)
     if dtype is not None:
         # Cast as autocast does for a linear layer; casts inside the function would also change dtypes of the backward.
@@ -187,7 +187,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute ``total += a @ b``; ``total`` may have a wider dtype than ``a`` and ``b``."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
-    elif total.device.type == "cuda":  # CUDA sums in the wide dtype inside the product
+    elif total.device.type == "cuda":  # on CUDA, the product itself can add to a tensor of the wide dtype
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
@@ -212,12 +212,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         shape, targets = targets.shape, targets.flatten()
         predicted = targets != IGNORE
-        # Any valid index for targets masked below; other negative targets do not change, and are an index error.
+        # Ignored targets become 0, a valid index, and are masked below; other negative targets raise an index error.
         words = targets.masked_fill(~predicted, 0).unsqueeze(1)
         # Zero times NaN is NaN, in the gradient of the weight too. A copy of [T, H] is small compared with [T, V].
         hidden = hidden.masked_fill(~predicted.unsqueeze(1), 0)
         kept = capped(functional.linear(hidden, weight), softcap) if keep else None
-        # Filled through a view, but not returned as one: FSDP2 warns about modules that return views.
+        # The result is filled through a view, but is no view itself: FSDP2 warns about modules that return views.
         losses = hidden.new_empty(shape, dtype=wide_of(hidden.dtype))
         flat = losses.view(-1)
         ranks = torch.empty(shape, dtype=torch.int64, device=hidden.device) if ranked else None

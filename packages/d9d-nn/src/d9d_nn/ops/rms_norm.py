@@ -44,7 +44,7 @@ def torch_build(_signature: OpSignature) -> Callable[..., Tensor]:
     """Return the backend function, ``torch.nn.functional.rms_norm``."""
 
     def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # The kernel reads one dtype; under autocast the weight stays wider than the output of a projection.
+        # The kernel needs one dtype for both; under autocast the weight is wider than the output of a projection.
         dtype = torch.promote_types(x.dtype, weight.dtype)
         return functional.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 

@@ -28,7 +28,7 @@ def recomputed_supports(signature: OpSignature) -> Decision:
     if not signature.compiled:
         return Decision(accept=False, reason="without a compiler, the next product keeps its result anyway")
     if signature.checkpointed:
-        # In a checkpointed block, torch 2.11 keeps the inputs of checkpointed functions.
+        # In a checkpointed block, torch 2.11 would also keep the inputs of this function for the backward.
         return Decision(accept=False, reason="the backward already computes the whole block again")
     if signature.device != "cuda":
         return Decision(accept=True, reason="less memory for one more pass; used only if the job names it", priority=0)

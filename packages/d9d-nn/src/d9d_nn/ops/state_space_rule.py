@@ -25,7 +25,7 @@ __all__ = ["chunked", "chunked_with_state", "state_space_rule"]
 
 
 def state_space_rule(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Reference: one position after another, in float32 or wider.
+    """Reference of the state-space rule: computes one position after another, in float32 or wider.
 
     Head n reads the vectors of group ``n // R``.
 
@@ -70,7 +70,7 @@ def chunked_with_state(
     """Outputs [B, S, N, D] of :func:`chunked` and the last state [B, N, D_s, D], both float32 or wider."""
     wide, (samples, length, heads, _), groups = torch.promote_types(x.dtype, torch.float32), x.shape, B.shape[2]
     chunk = min(chunk, length)
-    padding = -length % chunk  # at the end, it changes nothing before it: no decay, no input
+    padding = -length % chunk  # after the last position; without decay and input, it does not change the state
     by_group = (x.to(wide) * dt.to(wide)[..., None], (dt * A).to(wide))
     inputs, g = (in_chunks(torch.unflatten(part, 2, (groups, -1)), padding, chunk) for part in by_group)
     b, c = (in_chunks(part.to(wide), padding, chunk) for part in (B, C))  # [B, G, Z, T, D_s]
@@ -80,7 +80,7 @@ def chunked_with_state(
     kept = inputs * gamma[..., -1, :].movedim(2, -1)[..., None]  # [B, G, Z, T, R, D]
     with without_autocast(x):
         added = torch.einsum("bgzts,bgztrd->bgrzsd", b, kept).flatten(1, 2)  # [B, N, Z, D_s, D]
-        # A state decays by one factor, so the scan takes it as one row.
+        # All D_s x D numbers of a state decay by one factor, so the scan takes the state as one row.
         factors = read[..., -1:].flatten(1, 2)[..., None]
         rows = added.flatten(3).unsqueeze(3)
         states = affine_scan(factors, rows, torch.zeros_like(rows[:, :, 0])).view(samples, heads, -1, *added.shape[3:])

@@ -120,7 +120,7 @@ class VocabularyParallelSlot(OpSlot):
         self._share = share
 
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
-        """Replace the called function by the result of ``function(first, group)``."""
+        """Bind a backend: the op becomes the result of ``function(first, group)`` for this rank's shard."""
         super().bind(backend, function(self._share.first, self._share.group))
 
 
@@ -167,8 +167,8 @@ def merge_statistics(
     unknown = predicted & (sums[2] == 0)
     if not targets.is_cuda and unknown.any():
         raise IndexError(f"the target id {words[unknown][0]} is not in the vocabulary; use the tokenizer of the model")
-    # On a GPU the host does not wait: the loss is NaN, and the step is refused.
-    # Filled through a view, but not returned as one: FSDP2 warns about modules that return views.
+    # On a GPU the host does not wait for an error: the loss of a wrong target is NaN, and the step is refused.
+    # The result is filled through a view, but is no view itself: FSDP2 warns about modules that return views.
     losses = most.new_empty(targets.shape)
     flat = losses.view(-1)
     torch.sub(most + sums[0].log(), sums[1], out=flat).masked_fill_(~predicted, 0).masked_fill_(unknown, torch.nan)

@@ -16,7 +16,7 @@ _READS = ("chosen_rewards", "rejected_rewards")
 
 
 class PreferenceMetric:
-    """Metric of preferences since the last reset: mean rewards and margin, and how often the chosen text has more.
+    """Metric of preferences since the last reset: mean rewards and margin, and how often the chosen reward is higher.
 
     Reads the observations ``chosen_rewards`` and ``rejected_rewards``, float [B] each, of the task ``dpo``.
 

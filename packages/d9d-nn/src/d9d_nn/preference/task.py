@@ -60,7 +60,7 @@ class Dpo(TextTask):
             self._context = topology.axes_group("cp")
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of pairs that have a target."""
+        """Weight of the loss term in a microbatch: the number of pairs that have a target."""
         counted = _counted(microbatch).sum(dtype=torch.float32)
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
 
@@ -121,7 +121,7 @@ class Dpo(TextTask):
         else:
             losses = (margin - 1 / (2 * config.beta)) ** 2
         loss = torch.where(_counted(microbatch), losses, 0).sum()
-        # Zero gradients if another rank counts, since the backward is collective.
+        # If another rank counts the pairs, return zero with zero gradients: all ranks must run the collective backward.
         return {_TERM: loss if counts_samples(microbatch) else 0 * loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:

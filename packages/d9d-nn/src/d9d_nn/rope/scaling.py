@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, Validation
 
 class _Scaling(Section):
     factor: float = Field(ge=1, allow_inf_nan=False)
-    """Factor by which sequences become longer."""
+    """Longest sequence divided by the longest sequence of pretraining."""
 
 
 class LinearScaling(_Scaling):
@@ -54,7 +54,7 @@ class DynamicScaling(_Scaling):
 class YarnScaling(_Scaling):
     """YaRN: interpolates slowly rotating pairs of features, but not fast ones (Peng et al. 2023, arXiv 2309.00071)."""
 
-    model_config = ConfigDict(validate_default=True)  # otherwise mscale alone would pass
+    model_config = ConfigDict(validate_default=True)  # otherwise mscale without mscale_all_dim would be accepted
 
     type: Literal["yarn"] = "yarn"
     """Selects the method."""
@@ -190,14 +190,14 @@ def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None
-    # A null in a config.json means the default.
+    # A null in a config.json means the default of the field.
     values = {key: value for key, value in parameters.items() if key not in _BESIDE and value is not None}
     original = values.pop(_ORIGINAL, max_positions)
     if kind not in ("linear", "ntk"):
         values["original_max_positions"] = max_positions if kind == "dynamic" else original
     if kind == "yarn":
         values.setdefault("factor", max_positions / original)
-        # transformers reads them in pairs, and only if no attention factor is given.
+        # transformers reads mscale and mscale_all_dim only together, and only if no attention factor is given.
         if "attention_factor" in values or not (values.get("mscale") and values.get("mscale_all_dim")):
             values = {key: value for key, value in values.items() if not key.startswith("mscale")}
     try:

@@ -96,6 +96,6 @@ def _attention_factor(scaling: YarnScaling) -> float:
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     wavelengths = 2 * math.pi / plain
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # 0 beyond the longest wavelength, 1 below the shortest, a line between them.
+    # Share of the unscaled frequency: 0 above the upper bound of wavelengths, 1 below the lower bound.
     kept = ((scaling.original_max_positions / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * plain / scaling.factor + kept * plain

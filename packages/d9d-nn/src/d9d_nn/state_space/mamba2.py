@@ -154,7 +154,7 @@ class Mamba2(nn.Module):
         return self.out_proj(self.norm(mixed.flatten(2), self.z_proj(hidden)))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor, *shared: Tensor) -> Iterator[Tensor]:
-        """Heads [B, S, N, D], and groups [B, S, G, D_s] of B and C, of features."""
+        """Split features into the heads [B, S, N, D] of x, and the groups [B, S, G, D_s] of B and of C."""
         yield torch.unflatten(x, -1, (-1, self.head_dim))
         yield from (torch.unflatten(part, -1, (-1, self.state_dim)) for part in shared)
 

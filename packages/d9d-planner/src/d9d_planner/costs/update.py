@@ -97,9 +97,10 @@ class Updates:
         # Shards of stacked expert weights hold full matrices, so nothing is sent for them.
         if weight.kind == "bank" or not cost.exchanged or split * ranks == 1:
             return update
-        if split > 1 and ranks > 1:  # sharded in two ways: each rank updates the full matrix
+        if split > 1 and ranks > 1:  # sharded over tp and data: each rank updates the full matrix
             return update + Update(flops=(split * ranks - 1) * update.flops, exchanged=number * split * cost.exchanged)
-        return update + Update(exchanged=number / ranks * cost.exchanged)  # each rank updates some of the matrices
+        # each rank updates some of the matrices in full, for all ranks
+        return update + Update(exchanged=number / ranks * cost.exchanged)
 
     def _update(self, number: float, ranks: int, cost: OptimizerCost) -> Update:
         own = number / ranks

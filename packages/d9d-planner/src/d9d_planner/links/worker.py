@@ -24,7 +24,7 @@ def main(directory: Path, kind: str, rank: int, ranks: int) -> None:
     backend = "gloo" if kind == "cpu" else dist.get_default_backend_for_device(device)
     if kind != "cpu":
         torch.accelerator.set_device_index(rank)
-    # A file as the rendezvous, so that no other machine can connect.
+    # Ranks meet through a file, so that no other machine can connect.
     meeting = (directory / "meeting").as_uri()
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=_PATIENCE)
     try:

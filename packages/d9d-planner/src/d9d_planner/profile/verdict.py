@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from d9d_planner.profile.measure import Measured
 
-#: Fractions of a step's time above which a cause is reported.
+#: Fractions of a step's time above which a cause is reported: waits for data, idle time of a GPU and of a CPU, exposed
+#: communication, elementwise work, and the optimizer.
 _WAITS, _IDLE, _IDLE_ON_CPU, _EXPOSED, _ELEMENTWISE, _OPTIMIZER = 0.1, 0.15, 0.4, 0.15, 0.4, 0.25
 #: On a CPU, a step that takes more than this multiple of its predicted time is limited by the launch of operations.
 _STARTS = 4.0
@@ -105,11 +106,11 @@ def verdict(
 def _is_host_bound(found: Measured, predicted: float | None) -> bool:
     if found.on_device:
         return found.tail < _TAIL * found.step and _share(found, "idle") > _IDLE
-    # On a CPU, the time of an operation contains its start, so only a prediction separates the two.
+    # On a CPU, the time of an operation includes its launch, so only a prediction can tell the two apart.
     slower = predicted is not None and found.step - found.waits > _STARTS * predicted
     return slower or _share(found, "idle") > _IDLE_ON_CPU
 
 
 def _share(found: Measured, kind: str) -> float:
-    """Share of the recorded time."""
+    """Fraction of the recorded time of a step that a kind of work takes."""
     return found.kinds.get(kind, 0.0) / found.recorded if found.recorded else 0.0

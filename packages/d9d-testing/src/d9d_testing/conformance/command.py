@@ -31,7 +31,7 @@ def conform_plugin(
     ] = [],  # noqa: B006 - typer reads the default
 ) -> None:
     """Run the conformance suites of a plugin's components. Exit status 1 if one fails, or a component has none."""
-    # Not for the help text: these modules are only needed to run tests.
+    # Imported late: the help text does not need these modules.
     from d9d_testing.conformance.badge import write_badge
     from d9d_testing.conformance.run import conform
 

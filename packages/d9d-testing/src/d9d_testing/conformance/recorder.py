@@ -15,12 +15,12 @@ from d9d_testing.conformance.suites import kind_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that names the file."""
+    """Add the option that names the JSON file."""
     parser.addoption("--conformance-record", type=Path, required=True, help="JSON file to write.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start recording."""
+    """Register the marker ``gpu``, and start recording."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.pluginmanager.register(Recorder(config.getoption("--conformance-record")), "conformance-recorder")
 
@@ -71,7 +71,7 @@ class Recorder:
             test["outcome"] = "skipped"
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file."""
+        """Write all outcomes to the JSON file."""
         self._file.write_text(json.dumps({"tests": [*self._tests.values()], "errors": self._errors}), "utf-8")
 
 

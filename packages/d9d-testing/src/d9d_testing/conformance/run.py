@@ -131,7 +131,7 @@ def _shipped(name: str) -> list[str]:
 
 
 def _run(tests: Sequence[str], place: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Tests and errors of one pytest process. Settings of the user and of surrounding projects do not apply."""
+    """Run pytest in a new process, without settings of the user or of surrounding projects; return tests, errors."""
     settings, record = place / "pytest.ini", place / "record.json"
     settings.write_text("[pytest]\n", "utf-8")
     record.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Judge of a file's reader: it may refuse, read, raise another exception, hang, or touch forbidden files."""
+"""Judge of file readers: a reader may refuse a file, read it, raise another error, hang, or touch forbidden files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Judge:
             return
         path, flags = os.fsdecode(arguments[0]), arguments[2] or 0
         if flags & os.O_NOFOLLOW and Path(path).is_symlink():
-            return  # the open() fails
+            return  # open() will fail on the link, so it touches no file
         real = os.path.realpath(path)
         # Special files are refused after they were opened; reading one would hang, which is judged separately.
         writes = flags & (os.O_WRONLY | os.O_RDWR)
@@ -134,7 +134,7 @@ def _alarm(seconds: float) -> Iterator[None]:
     clocks = ((signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, 5 * seconds))
     before = [signal.signal(number, stop) for number, _, _ in clocks]
     for _, clock, limit in clocks:
-        signal.setitimer(clock, limit, 1)  # repeated, because an exception in a callback of the interpreter is lost
+        signal.setitimer(clock, limit, 1)  # repeated every second, because exceptions in callbacks are lost
     try:
         yield
     finally:

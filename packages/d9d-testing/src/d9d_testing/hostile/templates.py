@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def grown(change: str, times: int = 60, first: str = "['a']") -> str:
-    """Beginning of a template that changes ``ns.s`` repeatedly."""
+    """Beginning of a template that starts with ``ns.s = first`` and sets it to ``change``, ``times`` times."""
     begin = f"{{% set ns = namespace(s={first}) %}}{{% for i in range({times}) %}}"
     return f"{begin}{{% set ns.s = {change} %}}{{% endfor %}}"
 

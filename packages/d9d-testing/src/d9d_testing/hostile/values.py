@@ -21,7 +21,7 @@ HOSTILE: Sequence[Any] = (
 def hostile_values() -> st.SearchStrategy[Any]:
     """Strategy for values that few fields expect, such as very large numbers, odd texts and deeply nested lists."""
     nested = st.integers(20, 250).map(_nested)
-    # Copies, because edits change nested values.
+    # Values are copied, because edits change nested values.
     return st.one_of(
         st.sampled_from(HOSTILE).map(copy.deepcopy), st.integers(), st.floats(), st.text(max_size=20), nested
     )

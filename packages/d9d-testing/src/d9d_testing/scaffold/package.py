@@ -108,7 +108,7 @@ def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
         "Spec": spec.spec,
         "imports": ", ".join(sorted([*spec.imports, spec.spec])),
         "api": str(NEWEST_API),
-        # Oldest core that the package admits, which its CI tests, too.
+        # Oldest d9d-core that the package admits; the package's CI also tests with it.
         "oldest": re.split("[,<]", needs[0].partition(">=")[2])[0],
         "record": "\n".join(f"        {line}" for line in _record(package, kind, spec, names)),
         "usage": usage,
@@ -125,8 +125,8 @@ def _since(need: str) -> str:
 
 
 def _record(package: str, kind: str, spec: Kind, names: Mapping[str, str]) -> list[str]:
-    """Lines of the record's fields."""
-    if spec.spec == "CapabilitySpec":  # the only record that is known by a token
+    """Source lines of the fields of the plugin's record."""
+    if spec.spec == "CapabilitySpec":  # the only record with a token instead of a name
         token = f'token="model:{package}",  # noqa: S106 - a capability token'
         return [token, f'summary="{spec.summary}",']
     fields = [f'name="{package}"', f'summary="{spec.summary}"', *(_filled(line, names) for line in spec.record)]

@@ -85,7 +85,7 @@ class DatasetSuite(ComponentSuite):
     # --- tests
 
     def test_order_depends_on_the_seed_alone(self, tmp_path: Path) -> None:
-        """The order does not depend on the process, its random numbers, or earlier reads."""
+        """The order of samples does not depend on the process, its random numbers, or earlier reads."""
         with self.opened(tmp_path) as stream:
             expected = self.take(stream, self.packs)
         for seed in (1, 2):
@@ -105,7 +105,7 @@ class DatasetSuite(ComponentSuite):
             )
 
     def test_order_is_the_same_in_another_process(self, tmp_path: Path) -> None:
-        """The order is the same in other processes (ranks, resumed runs), where ``hash`` of a text differs."""
+        """The order of samples is the same in other processes (ranks, resumed runs), where a text's hash differs."""
         if type(self).build is not ComponentSuite.build:
             pytest.skip(f"{type(self).__name__} overrides build(), so another process cannot build the dataset")
         with self.opened(tmp_path) as stream:
@@ -150,7 +150,7 @@ class DatasetSuite(ComponentSuite):
         assert len(names) == 1, f"microbatches have different names: {sorted(names)}"
 
     def test_every_microbatch_has_the_tensors_that_the_record_names(self, tmp_path: Path) -> None:
-        """Microbatches have the tensors that the record lists, with which tasks are compared before data is opened."""
+        """Microbatches have the tensors that the record lists; tasks are checked against this list early."""
         config = configured(self.kind, self.plugin, self.target, {**self.config, **self._data(tmp_path)})[1]
         given = given_by(registry_of(self.plugin), config)
         if given is None:
@@ -165,7 +165,7 @@ class DatasetSuite(ComponentSuite):
                 )
 
     def test_samples_hold_several_documents_only_if_the_config_says_so(self, tmp_path: Path) -> None:
-        """``packs_documents`` of the config is right: if it is false, attention kernels ignore ``documents``."""
+        """``packs_documents`` of the config is right, because attention kernels ignore ``documents`` if it is false."""
         if self.packs_documents(tmp_path) is not False:
             pytest.skip("the config does not state that a sample is one document")
         with self.opened(tmp_path) as stream:
@@ -179,7 +179,7 @@ class DatasetSuite(ComponentSuite):
                 )
 
     def test_slices_of_ranks_make_up_the_global_pack(self, tmp_path: Path) -> None:
-        """The ranks' slices of a step contain the same samples for any number of ranks and any microbatch size."""
+        """The slices of all ranks together contain the same samples for any number of ranks and any microbatch size."""
         with self.opened(tmp_path, microbatch_size=1) as stream:
             expected = [self.counted([pack]) for pack in self.take(stream, self.packs)]
         for ranks, size in ((1, 4), (2, 2), (4, 1)):
@@ -223,7 +223,7 @@ class DatasetSuite(ComponentSuite):
                 _assert_same(self.take(stream, self.packs - step), expected[step:], f"resumed at pack {step}")
 
     def test_state_is_the_same_on_all_ranks(self, tmp_path: Path) -> None:
-        """The state of one rank is saved, and may be loaded on another number of ranks."""
+        """All ranks have equal states: one rank's state is saved, and is loaded on any number of ranks."""
         with self.opened(tmp_path) as stream:
             self.take(stream, 1)
             saved, expected = plain_json(stream.state(), "state()"), [self.counted([p]) for p in self.take(stream, 2)]
@@ -240,7 +240,7 @@ class DatasetSuite(ComponentSuite):
         assert found == expected, "two ranks that load the state of one rank continue with other samples"
 
     def test_packs_that_were_given_out_stay_as_they_are(self, tmp_path: Path) -> None:
-        """Reading further packs must not change earlier ones, because the loop prefetches packs."""
+        """Reading further packs does not change packs that were read before, because the loop prefetches packs."""
         with self.opened(tmp_path) as stream:
             pack = stream.next_pack()
             before = _copied(pack)
@@ -248,7 +248,7 @@ class DatasetSuite(ComponentSuite):
             _assert_same([_copied(pack)], [before], "after two more packs, the first one")
 
     def test_state_of_other_data_is_refused(self, tmp_path: Path) -> None:
-        """The state is refused with a ``DataError``; otherwise a run would repeat samples."""
+        """The state of other data is refused with a ``DataError``; otherwise a run would repeat samples."""
         if not self.other:
             pytest.skip(f"{type(self).__name__}.other names no fields that make other data")
         with self.opened(tmp_path, fields=self.other) as stream:
@@ -261,7 +261,7 @@ class DatasetSuite(ComponentSuite):
             )
 
     def test_what_samples_do_not_hold_is_said(self, tmp_path: Path) -> None:
-        """Shortened and dropped records appear in the facts and in a line at each start; or the data is refused."""
+        """A dataset counts shortened and dropped records in its facts and in a line at each start, or refuses them."""
         if not self.too_long:
             pytest.skip(f"{type(self).__name__}.too_long names no fields with which samples do not hold all records")
         for start in ("first", "second"):
@@ -293,7 +293,7 @@ class DatasetSuite(ComponentSuite):
                 assert there.state() == here.state(), f"after pack {step} the state differs with worker processes"
 
     def test_facts_are_plain_data_and_assets_are_written(self, tmp_path: Path) -> None:
-        """Facts are JSON values, equal on all ranks (tasks and epochs use them); assets are written without error."""
+        """Facts are JSON values, equal on all ranks, as tasks and epochs use them; assets are written without error."""
         with self.opened(tmp_path, rank=0, ranks=2) as first, self.opened(tmp_path, rank=1, ranks=2) as second:
             here, there = (plain_json(stream.facts, "facts") for stream in (first, second))
             assert here == there, f"rank 0 of 2 has the facts {here}, rank 1 of 2 {there}"

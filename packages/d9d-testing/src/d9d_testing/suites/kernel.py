@@ -156,15 +156,15 @@ class KernelSuite:
             del again
 
     def test_inputs_need_not_be_contiguous(self) -> None:
-        """Inputs may be views, such as the outputs of a projection."""
+        """Values and gradients are right for inputs that are views, such as the outputs of a projection."""
         for where, signature, call in self.accepted():
             inputs = {name: _strided(tensor) for name, tensor in call.inputs.items()}
             found = self.run(signature, replace(call, inputs=inputs), backward=self.gradients, clone=False)
             expected = self.run(signature, call, backward=self.gradients)
             for name, tensor in expected.items():
                 within = tolerance(found[name], tensor)
-                # Libraries add products of other strides in another order; near zero, the error is relative to the
-                # scale.
+                # For other strides, libraries sum in another order: an element near zero may then be off by a fraction
+                # of the largest element.
                 scale = max(1.0, tensor.abs().max().item()) if tensor.numel() else 1.0
                 what = f"{where}, inputs that are not contiguous: {name}"
                 assert_close_values(found[name], tensor, replace(within, atol=within.atol * scale), what)
@@ -204,7 +204,7 @@ class KernelSuite:
             assert decision.reason.strip(), f"supports() refuses {changed} without a reason"
 
     def test_an_operator_that_it_names_computes_the_output(self) -> None:
-        """An operator named in the record runs, so that checkpointed blocks can keep its output."""
+        """A torch operator that the record names runs in a call, so that checkpointed blocks can keep its output."""
         patterns = self.operators()
         for where, signature, call in self.accepted(first=True) if patterns else ():
             with OperatorCounter() as counter, torch.no_grad():

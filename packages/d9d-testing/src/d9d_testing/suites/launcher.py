@@ -101,7 +101,7 @@ class LauncherSuite(ComponentSuite):
     def test_a_submission_is_prepared_without_the_engine_and_writes_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """``--dry-run`` calls no command, needs none, and leaves no file."""
+        """``--dry-run`` works without the engine's commands, calls none of them, and leaves no file."""
         monkeypatch.setenv("PATH", str(tmp_path / "empty"))
         stand_ins = self.stand_ins(tmp_path)
         before = _files(tmp_path)
@@ -119,7 +119,7 @@ class LauncherSuite(ComponentSuite):
     def test_no_variable_of_the_environment_is_in_a_submission(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Neither the files nor the command have the value of a variable, also of one that the processes shall get."""
+        """Files and command have no value of an environment variable, even of one that is passed to the processes."""
         for name in _SECRETS:
             monkeypatch.setenv(name, f"value-of-{name}")
         for fields in ({}, self.exports):
@@ -156,7 +156,7 @@ class LauncherSuite(ComponentSuite):
     def test_the_size_is_respected(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int
     ) -> None:
-        """The engine starts nodes x processes; an engine of one machine refuses several by name."""
+        """The engine starts nodes x processes; an engine of one machine refuses more by an error about --nodes."""
         stand_ins = self.stand_ins(tmp_path)
         stand_ins.first_in_path(monkeypatch)
         request = self.request(tmp_path, stand_ins, nodes=nodes, processes=processes)
@@ -171,14 +171,14 @@ class LauncherSuite(ComponentSuite):
         assert found == nodes * processes, f"{nodes} x {processes} processes are asked for, and {found} started"
 
     def test_an_unknown_option_is_refused_by_name(self) -> None:
-        """A misspelt ``--option`` is an error that names the option."""
+        """A misspelt option is an error that names this option."""
         with pytest.raises(ValidationError) as found:
             configured(self.kind, self.plugin, self.target, {**self.config, "no_such_option": 1})
         named = [error["loc"] for error in found.value.errors()]
         assert any("no_such_option" in location for location in named), f"the error names {named}"
 
     def test_malformed_identifiers_reach_no_command(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The identifier comes from a file that other programs may change."""
+        """A malformed identifier is refused before a command gets it: other programs may change the file with it."""
         stand_ins = self.stand_ins(tmp_path)
         stand_ins.first_in_path(monkeypatch)
         monkeypatch.chdir(tmp_path)
@@ -209,7 +209,7 @@ class LauncherSuite(ComponentSuite):
     def test_a_job_file_that_changed_since_the_submission_is_told(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A submission is recorded with the job file's digest, and the report tells a change. Needs d9d-launch."""
+        """A submission's record has the job file's digest; the report says if the file changed. Needs d9d-launch."""
         launch = pytest.importorskip("d9d_launch.submit", reason="d9d-launch writes the record")
         from d9d_launch.record import SubmissionRecord, digest_of
         from d9d_launch.report import RunReport

@@ -69,7 +69,7 @@ class LrScheduleSuite(ComponentSuite):
                     )
 
     def test_a_factor_is_the_same_in_every_process(self) -> None:
-        """Factors use no random numbers, because ranks do not communicate them."""
+        """Factors use no random numbers, because each rank computes them without communication."""
         for total in self.totals:
             found = []
             kept = random.getstate()

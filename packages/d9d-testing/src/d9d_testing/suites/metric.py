@@ -54,7 +54,7 @@ class MetricSuite(ComponentSuite):
     # --- for subclasses to override
 
     def observations(self, samples: slice) -> Mapping[str, Tensor]:
-        """Observations of some of the ``samples`` samples; equal in every call."""
+        """Observations of the samples in a slice of all ``samples`` samples; equal in every call."""
         return observed(samples)
 
     def stage(self) -> nn.Module | None:
@@ -64,7 +64,7 @@ class MetricSuite(ComponentSuite):
     # --- tests
 
     def test_shards_merge_to_the_whole(self) -> None:
-        """Values do not depend on how samples are split into microbatches and ranks; some ranks may have no samples."""
+        """Values do not depend on the split of samples into microbatches and ranks, even if ranks have no samples."""
         expected = _values(self.updated([slice(0, self.samples)]))
         assert expected, "the metric computes no series from these observations; give it others in observations()"
         for seed in range(8):
@@ -100,7 +100,7 @@ class MetricSuite(ComponentSuite):
         extreme.load_state({name: tensor.clone() for name, tensor in neutral.items()})
         found = self.updated(parts, extreme).state()
         for name, how in extreme.reductions.items():
-            seen = found[name] != neutral[name]  # the others had no sample
+            seen = found[name] != neutral[name]  # other elements got no sample
             wrong = seen & (found[name] != plain[name]) & ~(found[name].isnan() & plain[name].isnan())
             assert not wrong.any() or how == "sum", (
                 f"state {name} is {plain[name].tolist()}, but the {how} of the samples is {found[name].tolist()}; "
@@ -108,7 +108,7 @@ class MetricSuite(ComponentSuite):
             )
 
     def test_state_has_its_final_form_from_the_start(self) -> None:
-        """Names, shapes and dtypes never change, because checkpoints are loaded into the state and ranks reduce it."""
+        """Names, shapes and dtypes of states never change: checkpoints are loaded into them, and ranks reduce them."""
         metric = self.made()
         start = facts(metric.state())
         known = metric.reductions

@@ -160,7 +160,7 @@ class ModelSuite:
             assert not filled, f"{name or 'the model'}.reset_parameters() also fills {filled}"
 
     def test_initialisation_depends_on_the_seed_alone(self, spec: ModelSpec, config: Any) -> None:
-        """Equal seeds give equal weights; other seeds give other weights."""
+        """Equal seeds give equal initial weights; other seeds give other initial weights."""
         first, again, other = (dict(initialised(spec, config, seed=s).named_parameters()) for s in (0, 0, 1))
         assert all(torch.equal(first[name], again[name]) for name in first)
         assert not all(torch.equal(first[name], other[name]) for name in first)
@@ -173,7 +173,7 @@ class ModelSuite:
             found = [p.flatten() for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
             assert found, f"initial_std: no parameter matches '{pattern}'"
             std = torch.cat(found).std().item()
-            within = max(0.05, 4 / (2 * sum(map(len, found))) ** 0.5)  # four standard errors
+            within = max(0.05, 4 / (2 * sum(map(len, found))) ** 0.5)  # four standard errors of a standard deviation
             assert abs(std - expected) <= within * expected, (
                 f"parameters like '{pattern}' start with a standard deviation of {std:.3g}, stated is {expected:.3g}"
             )
@@ -225,14 +225,15 @@ class ModelSuite:
             heads = planned.tensor_parallel_heads() if isinstance(planned, HasHeads) else {}
             for name, style in planned.tensor_parallel_plan().items():
                 weight = getattr(submodule(planned, name), "weight", None)  # a tied head has no weight
-                of_heads = weight is not None and heads.get(name) == len(weight)  # one element for each head
+                # the weight has one element for each head, as sinks have
+                of_heads = weight is not None and heads.get(name) == len(weight)
                 is_vector = weight is not None and weight.ndim < 2 and not of_heads
                 assert not (is_vector and style in split), f"{name}: a vector cannot be {style}"
         for caller in modules_with(model, HasOps).values():
             assert all(attrgetter(name)(caller) is slot for name, slot in caller.op_slots().items())
 
     def test_flops_are_about_six_per_parameter(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Two forward and four backward FLOPs per parameter of a matrix product, and more for longer sequences."""
+        """A token costs 2 forward and 4 backward FLOPs per parameter of a product, and more in longer sequences."""
         if spec.flops is None:
             pytest.skip("the model states no FLOPs")
         flops = spec.flops.load()
@@ -303,7 +304,7 @@ class ModelSuite:
             assert_close_values(logits, expected, within=Tolerance(1e-5, 1e-5, 0, 0))
             assert_close_gradients(mine, reference, within=Tolerance(rtol=0, atol=0, angle=1e-8, norm=1e-4))
             return
-        exact, gradients = self.computed(ours.float(), tokens)  # of the same rounded parameters
+        exact, gradients = self.computed(ours.float(), tokens)  # float32, from the parameters rounded to dtype
         self.compare_distances("the logits", logits, expected, exact)
         assert mine.keys() == reference.keys(), f"gradients of {sorted(mine)}, the reference has {sorted(reference)}"
         flat = [
@@ -424,13 +425,13 @@ class ModelSuite:
         assert_close_values(language_model(**batch)["token_loss"], flat.view_as(batch["targets"]))
 
     def test_every_parameter_gets_a_gradient(self, language_model: nn.Module, config: Any) -> None:
-        """No parameter is idle: an unused one would break gradient reductions."""
+        """Every parameter gets a gradient: a parameter without one would break gradient reductions."""
         language_model(**microbatch(config))["token_loss"].sum().backward()
         idle = [name for name, p in language_model.named_parameters() if p.grad is None or not p.grad.any()]
         assert not idle, f"without gradient: {idle}"
 
     def test_a_step_never_waits_for_the_device(self, spec: ModelSpec, config: Any) -> None:
-        """Forward and backward run on the meta device, where reading a value is an error."""
+        """Forward and backward read no value of a tensor: they run on the meta device, where that is an error."""
         require(spec, "model:causal_lm")
         model = on_meta(spec, config)
         for batch in (inputs := microbatch(config), {name: inputs[name] for name in ("tokens", "targets")}):
@@ -486,7 +487,7 @@ class ModelSuite:
     # --- pipeline stages --------------------------------------------------------------------------------------------
 
     def test_stages_start_as_the_whole_does(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Names and initial values do not depend on the split; shared tensors start equal on all stages."""
+        """Names and initial values of parameters do not depend on the split into stages; shared tensors start equal."""
         require(spec, "model:pipeline")
         stages, source = (
             [initialised(spec, config, stage=Stage(index, 2)) for index in range(2)],
@@ -498,7 +499,7 @@ class ModelSuite:
         assert not different, f"values differ from the full model's: {different}"
 
     def test_layers_are_split_as_the_job_says(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """The split follows ``pipeline.layers``; a wrong number of layers is refused."""
+        """Stages get the numbers of layers in ``pipeline.layers``; numbers that do not fit the model are refused."""
         require(spec, "model:pipeline", "model:blocks")
         total = count_blocks(model)
         counts = (total - 1, 1)
@@ -508,7 +509,7 @@ class ModelSuite:
                 on_meta(spec, config, Stage(0, 2, wrong))
 
     def test_two_stages_compute_what_the_whole_does(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Losses and gradients match the full model's; gradients of a weight on both stages add up."""
+        """Two stages give the full model's losses and gradients; gradients of a weight that both stages hold add up."""
         require(spec, "model:pipeline", "model:causal_lm")
         batch, stages = microbatch(config), split(spec, config, model)
         loss = model(**batch)["token_loss"]
@@ -529,7 +530,7 @@ class ModelSuite:
         assert_close_gradients(found, gradients_of(model))
 
     def test_boundary_predicts_what_crosses_it(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Names, shapes and dtypes of a stage's outputs follow from shapes; the last stage's boundary is empty."""
+        """``boundary`` returns the names, shapes and dtypes of a stage's outputs; for the last stage, it is empty."""
         require(spec, "model:pipeline", "model:causal_lm")
         batch = microbatch(config)
         shapes = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
@@ -540,7 +541,7 @@ class ModelSuite:
             sent = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first(**batch).items()}
             assert dict(first.boundary(shapes)) == sent
             assert dict(last.boundary(shapes)) == {}
-            if isinstance(first, SplitsSequence):  # ranks of tp share the positions
+            if isinstance(first, SplitsSequence):  # then ranks of tp split the positions
                 first.split_sequence(2)
                 halved = {name: (one.shape[0], one.shape[1] // 2, *one.shape[2:]) for name, one in sent.items()}
                 assert {name: one.shape for name, one in first.boundary(shapes).items()} == halved

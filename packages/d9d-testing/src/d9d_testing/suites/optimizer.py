@@ -91,7 +91,7 @@ class OptimizerSuite(ComponentSuite):
             parameters, optimizer = self.made(dtype)
             places = {name: parameter.data_ptr() for name, parameter in parameters.items()}
             moved_ever: set[str] = set()
-            for step in (0, 1):  # the second step may revert the first
+            for step in (0, 1):  # both are compared, because the second step may revert the first
                 before = bits(parameters)
                 stepped(optimizer, parameters, [step], self.device)
                 moved_ever |= set(differing(before, bits(parameters)))
@@ -184,7 +184,7 @@ class OptimizerSuite(ComponentSuite):
     # --- learning rate
 
     def test_the_learning_rate_factor_multiplies_the_base_rate(self) -> None:
-        """The factor applies to every group and replaces earlier factors; factor zero changes no parameter."""
+        """The learning-rate factor applies to every group and replaces earlier ones; zero changes no parameter."""
         steps = {factor: self.first_update(factor) for factor in (1.0, 0.5, 0.0)}
         moved = [name for name, update in steps[0.0].items() if update.any()]
         assert not moved, f"with a learning-rate factor of 0, {moved} move; multiply every group's rate by the factor"
@@ -215,7 +215,7 @@ class OptimizerSuite(ComponentSuite):
     # --- optional protocols
 
     def test_gradients_divided_in_the_step_count_as_if_divided_before(self) -> None:
-        """Division inside the step equals division before it, for optimizers that clip inside the step.
+        """Gradients that an optimizer divides inside the step give the same update as gradients divided before it.
 
         ``divide_gradients`` affects the next step only.
         """
@@ -293,7 +293,7 @@ class OptimizerSuite(ComponentSuite):
             for rank, result in enumerate(results):
                 where = f"{dtype}, rank {rank} of 2"
                 assert not result["refused"], f"{where}: a closed gate changes {result['refused']}"
-                # On the CPU like the ranks, because generators of other devices draw other gradients.
+                # Drawn on the CPU, as on the ranks, because generators of other devices draw other gradients.
                 whole = draw_parameters(self.shapes, dtype)
                 optimizer = self.build(whole)
                 optimizer.init_state()

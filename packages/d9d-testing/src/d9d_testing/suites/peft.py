@@ -62,7 +62,7 @@ class PeftSuite(ComponentSuite):
     # --- names
 
     def test_parameters_of_the_model_keep_names_and_shapes(self) -> None:
-        """Pretrained weights and checkpoints can still be loaded; ``inject`` allocates no memory."""
+        """``inject`` keeps names and shapes, so that weights and checkpoints can be loaded, and allocates no memory."""
         stage = self.on_meta()
         before = facts(dict(stage.named_parameters()))
         self.build().inject(stage)
@@ -161,7 +161,7 @@ class PeftSuite(ComponentSuite):
         assert not torch.allclose(expected, base), f"random values in {sorted(named)} do not change the output"
         if compiled:
             torch.compiler.reset()
-            # Block by block, like strategies: equal blocks share compiled code, adapted or not.
+            # Compile block by block, as the strategy does: blocks share compiled code, whether they are adapted or not.
             blocks = stage.blocks().values() if isinstance(stage, HasBlocks) else [stage]
             for block in blocks:
                 block.compile(backend="eager", fullgraph=True)
@@ -191,7 +191,7 @@ class PeftSuite(ComponentSuite):
     # --- jobs
 
     def test_a_resumed_run_goes_on_as_if_nothing_had_happened(self) -> None:
-        """Injected tensors are saved in checkpoints and restored."""
+        """A resumed run has the same results, because checkpoints save and restore injected tensors."""
         plain, other = Layout("first half", {}, ()), Layout("second half", {}, ())
         assert_passed([self.harness().compare_resumed(plain, other)])
 
@@ -202,7 +202,7 @@ class PeftSuite(ComponentSuite):
         assert_passed(self.harness(_PARALLEL).compare(layouts))
 
     def test_a_sharded_run_continues_in_one_process_and_back(self) -> None:
-        """State is mapped between layouts by name; needs d9d-parallel."""
+        """A checkpoint of two ranks continues in one process, and vice versa, equally; needs d9d-parallel."""
         self.need_layouts()
         plain, harness = Layout("one process", {}, ()), self.harness(_PARALLEL)
         verdicts = [harness.compare_resumed(self.sharded(), plain), harness.compare_resumed(plain, self.sharded())]

@@ -64,7 +64,7 @@ class PluginSuite:
         assert self._entries(), f"{self.plugin} declares no records; are its hooks decorated with @hookimpl?"
 
     def test_summaries_are_one_line(self) -> None:
-        """A summary fits into a table line; names are checked by the records themselves."""
+        """Each record's summary fits into a line of a table; records check their names themselves."""
         _none(
             f"{entry}: the summary must be one line of at most {_SUMMARY_LENGTH} characters"
             for entry in self._entries()
@@ -99,7 +99,7 @@ class PluginSuite:
             unknown = sorted(unions - kinds)
             assert not unknown, f"{entry}: there is no kind {unknown[0]!r} for Named(); kinds are {sorted(kinds)}"
             composite = isinstance(entry.spec, ConfiguredSpec) and entry.spec.composite
-            # The training loop itself builds the model of a task's first pass.
+            # A field for a model needs no composite record: the training loop builds a first pass's model itself.
             assert composite or not unions - {"model"}, (
                 f"{entry}: {config.__name__} holds configs of the kinds {sorted(unions)}, but the record does not "
                 "build their components; write composite=True in the record, and let build take build_inner last"
@@ -118,7 +118,7 @@ class PluginSuite:
         )
 
     def test_configs_round_trip_through_json(self) -> None:
-        """A dumped config reads back equal, because runs and checkpoints store dumps."""
+        """A config reads back equal from its JSON dump, because runs and checkpoints store dumps."""
         for entry, config in self._instances():
             text = json.dumps(config.model_dump(mode="json"))
             again = type(config).model_validate_json(text, context=self._names())
@@ -216,7 +216,7 @@ def _reference_problems(entry: Entry) -> Iterator[str]:
         try:
             value = reference.load()
         except (ImportError, AttributeError) as error:
-            # A marker may exclude a library on this platform; the record states that it needs it.
+            # A requirement's marker may exclude a library on this platform; the record states that it is needed.
             if isinstance(error, ModuleNotFoundError) and error.name in required:
                 continue
             yield f"{entry}: {field}={reference} does not load: {error!r}"
@@ -263,7 +263,7 @@ def _models(config: Any) -> set[Any]:
 
 
 def _open_unions(model: Any) -> Iterator[str]:
-    """Kinds of the open unions among the fields of a config, also in lists and other unions."""
+    """Kinds of the components that a config's fields select by name (open unions), also in lists and other unions."""
     from d9d_core.job_file.open_union import Named
 
     waiting = [part for field in model.model_fields.values() for part in (field.annotation, *field.metadata)]

@@ -103,7 +103,7 @@ class ScheduleSuite:
             assert not difference, f"{_where(ranks, microbatches, settings)}: {'; '.join(difference[:5])}"
 
     def test_too_few_microbatches_are_refused(self) -> None:
-        """The error contains the smallest supported number, so that the user knows what to set."""
+        """The error about too few microbatches has the smallest supported number, so that users know what to set."""
         for settings in self.settings:
             for ranks in self.ranks:
                 least = self.least_microbatches(ranks, settings)
@@ -129,7 +129,7 @@ class ScheduleSuite:
                 assert step.makespan < work - 1e-6, f"{where}: no two ranks ever compute at the same time"
 
     def test_it_is_made_without_torch(self) -> None:
-        """Schedules import no torch, because machines without it inspect programs; single files may import anything."""
+        """A schedule imports no torch, as machines without torch inspect programs; single-file plugins may do so."""
         if self.plugin.endswith(".py"):
             pytest.skip("a single-file plugin")
         spec = self.spec()

@@ -70,7 +70,7 @@ class StrategySuite:
 
     @pytest.mark.parametrize("microbatch", [4, 1], ids=["one-microbatch", "several-microbatches"])
     def test_loss_gradients_and_updates_are_those_of_one_process(self, microbatch: int) -> None:
-        """Three optimizer steps match a single process; weights after a step affect the gradients of the next."""
+        """Loss, gradients and updates of three steps, each from the updated weights, match a single process."""
         for mesh in self.meshes:
             layouts = [self.layout(mesh, settings) for settings in self.settings]
             assert_passed(self.harness(mesh, microbatch).compare(layouts))
@@ -104,7 +104,7 @@ class StrategySuite:
             )
 
     def test_it_says_what_it_changed_and_whose_gradients_it_reduces(self) -> None:
-        """``Applied`` lists existing modules, parameters, views and mesh axes."""
+        """The strategy's ``Applied`` lists only modules, parameters, views and mesh axes that exist."""
         for mesh, settings in product(self.meshes, self.settings):
             stage, outcome = self.applied(mesh, settings)
             modules, parameters = dict(stage.named_modules()), dict(stage.named_parameters())

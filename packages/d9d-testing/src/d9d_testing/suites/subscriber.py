@@ -34,7 +34,7 @@ _OF_THE_LOOP = (
     "suite/checkpoints/", "suite/tokenizer/", "suite/job.yaml", "suite/plugins.json", "suite/facts.json",
     "suite/finished.json",
 )  # fmt: skip
-#: Steps whose tensors the loop itself may still hold after a run.
+#: Number of last steps whose tensors the loop itself may still hold after a run.
 _RECENT = 2
 
 
@@ -116,7 +116,7 @@ class SubscriberSuite(ComponentSuite):
         assert not changed, f"after the run, {changed} differ from a run without the subscriber"
 
     def test_it_keeps_no_tensors_of_past_steps(self, tmp_path: Path) -> None:
-        """The subscriber must not hold packs and results, which would fill device memory."""
+        """The subscriber does not hold packs and results of past steps, which would fill device memory."""
         subscriber = self.watching(tmp_path)
         tracer = _Tracer()
         self.trained(tmp_path / "run", [subscriber, tracer])
@@ -148,7 +148,7 @@ class SubscriberSuite(ComponentSuite):
         subscriber = self.build(**fields)
         try:
             self.trained(tmp_path / "run", [subscriber])
-        except Exception:  # any type: the loop raises the handler's exception
+        except Exception:  # any type, because the loop raises the handler's own exception
             return
         raise AssertionError(f"with {dict(fields)} the run succeeds; handlers must not catch their exceptions")
 
@@ -197,7 +197,7 @@ class SubscriberSuite(ComponentSuite):
         with suppress(Interruption):
             watched_run(values, plugins, address, Interrupts(step=5))
             raise AssertionError("a run that an observer interrupts goes on")
-        for newer in (directory / "suite" / "checkpoints").glob("step-0*[5-8]"):  # saved because of the interruption
+        for newer in (directory / "suite" / "checkpoints").glob("step-0*[5-8]"):  # saved at the interruption
             shutil.rmtree(newer)
         watched_run(values, plugins, address)
         self.compare(

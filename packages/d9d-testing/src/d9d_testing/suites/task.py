@@ -127,7 +127,7 @@ class TaskSuite(ComponentSuite):
                 assert_close_values(parts[0][name] + parts[1][name], value, what=what)
 
     def test_a_batch_twice_has_twice_the_sums(self) -> None:
-        """Sums are proportional to the batch, so that the loss of a step does not depend on the batch size."""
+        """A batch with each sample twice has twice the sums, so that step losses do not depend on the batch size."""
         task, batch = self.build(), self.whole()
         double = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
         expected = self.sums(task, batch)
@@ -202,11 +202,12 @@ class TaskSuite(ComponentSuite):
             with pytest.raises((D9dError, KeyError)):  # noqa: PT012 - raised by the first method that reads it
                 self._run({other: tensor for other, tensor in batch.items() if other != name}, batch)
                 raise AssertionError(f"the task works without {name}, which its record lists in reads; remove it")
-        if spec.reads and not isinstance(self.build(), TwoPassTask):  # whose first pass adds tensors
+        # microbatches of two-pass tasks also need the first pass's tensors
+        if spec.reads and not isinstance(self.build(), TwoPassTask):
             self._run({name: batch[name] for name in spec.reads}, batch)
 
     def test_tokens_are_counted_without_waiting(self) -> None:
-        """Tokens are counted from shapes, or on the device if some positions are padding."""
+        """``count`` does not wait for the device: it uses shapes, or counts on the device if positions are padding."""
         task, batch = self.build(), self.whole()
         shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
         count = task.count(shapes)
@@ -287,7 +288,7 @@ class TaskSuite(ComponentSuite):
         )
 
     def test_observations_are_detached_tensors_of_fixed_names(self) -> None:
-        """Metrics find observations by name in every microbatch."""
+        """Observations are detached and have the same names in every microbatch, because metrics find them by name."""
         task = self.build()
         names = set()
         for part in (slice(0, self.samples), slice(0, self.group), slice(2 * self.group, 5 * self.group)):
@@ -324,7 +325,7 @@ class TaskSuite(ComponentSuite):
         batch = self.microbatch(part)
         weights = task.weights(batch)
         found: dict[str, list[float]] = {term: [] for term in task.coefficients}
-        for factor in (1.0, -1.0):  # a hinge loss may be zero for one of them
+        for factor in (1.0, -1.0):  # for one of the two factors, a hinge loss may be zero
             sums = task.losses(self.outputs(batch, torch.tensor(factor, requires_grad=True)), batch)
             for term, values in found.items():
                 values.append(sums[term].item())

@@ -102,7 +102,7 @@ class TrackerSuite(ComponentSuite):
         return {}
 
     def default_fields(self) -> Mapping[str, Any]:
-        """Config fields without a default, or whose default needs an account or a network."""
+        """Config fields that must be set: fields without a default, or whose default needs an account or a network."""
         return {}
 
     def broken_fields(self, directory: Path) -> Mapping[str, Any]:
@@ -136,7 +136,7 @@ class TrackerSuite(ComponentSuite):
         return None
 
     def crash(self, run: Any) -> None:
-        """Simulate the death of a run's process; by default nothing.
+        """Simulate the death of a run's process; by default, do nothing.
 
         Override it for backends that refuse to continue a run that is still open in this process.
         """
@@ -265,7 +265,7 @@ class TrackerSuite(ComponentSuite):
         assert after == before, f"after close(), writes change what was logged from {before} to {after}"
 
     def test_state_is_plain_data(self, tmp_path: Path) -> None:
-        """State is JSON values for a checkpoint, before the first write and later."""
+        """The state of a run consists of JSON values for a checkpoint, before the first write and later."""
         run = self.opened(tmp_path)
         for step in (0, 1):
             if step:
@@ -426,7 +426,7 @@ class TrackerSuite(ComponentSuite):
             assert found == both, f"resumed at step 1, {kind} are {found}, expected {both}"
 
     def test_a_name_of_several_kinds_costs_none_of_them(self, tmp_path: Path) -> None:
-        """A number and another kind of value may share a name, also after a resume."""
+        """A number and a value of another kind may have the same name, and both are stored, also after a resume."""
         run: Any = self.opened(tmp_path)
         kinds = {kind: make for kind, (protocol, make) in _KINDS.items() if isinstance(run, protocol)}
         state = None

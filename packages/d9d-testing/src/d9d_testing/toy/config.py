@@ -10,46 +10,46 @@ from d9d_core.data import SampleLengths
 
 
 class ToyModelConfig(ModelConfig):
-    """A chain of residual blocks."""
+    """Toy model: a chain of residual blocks."""
 
     name: Literal["toy_model"] = "toy_model"
     """Selects this model."""
     features: int = 4
-    """Width."""
+    """Number of features of inputs and outputs."""
     blocks: int = 2
-    """Depth."""
+    """Number of blocks."""
     dropout: float = 0.0
     """Fraction of each block's outputs that is dropped in training."""
 
 
 class ToyLinearsConfig(ModelConfig):
-    """A chain of residual blocks around ``torch.nn.Linear``."""
+    """Toy model: a chain of residual blocks around ``torch.nn.Linear``."""
 
     name: Literal["toy_linears"] = "toy_linears"
     """Selects this model."""
     features: int = 4
-    """Width."""
+    """Number of features of inputs and outputs."""
     blocks: int = 2
-    """Depth."""
+    """Number of blocks."""
 
 
 class ToyDataConfig(PluginConfig):
-    """Random features and a smooth function of them."""
+    """Toy dataset: random features, and a smooth function of them as targets."""
 
     name: Literal["toy_data"] = "toy_data"
     """Selects this dataset."""
     features: int = 4
-    """Width."""
+    """Number of features of a sample."""
     nan_at: int | None = None
     """Index of the pack whose targets are NaN."""
     masked_at: int | None = None
     """Index of the pack in which all samples are masked."""
     samples: int | None = None
-    """Stated number of samples per epoch."""
+    """Number of samples per epoch that the dataset states in its facts; null states none."""
 
 
 class ToyTokensConfig(PluginConfig):
-    """Random tokens, with the next tokens as targets."""
+    """Toy dataset: random tokens, with the next tokens as targets."""
 
     name: Literal["toy_tokens"] = "toy_tokens"
     """Selects this dataset."""
@@ -64,7 +64,7 @@ class ToyTokensConfig(PluginConfig):
 
 
 class ToyTaskConfig(PluginConfig):
-    """Squared error, and a second loss term with another denominator."""
+    """Task of regression: squared error over unmasked samples, and a second loss term over all samples."""
 
     name: Literal["toy_task"] = "toy_task"
     """Selects this task."""
@@ -73,7 +73,7 @@ class ToyTaskConfig(PluginConfig):
 
 
 class ToyOptimizerConfig(PluginConfig):
-    """Gradient descent with momentum."""
+    """Toy optimizer: gradient descent with momentum."""
 
     name: Literal["toy_optimizer"] = "toy_optimizer"
     """Selects this optimizer."""
@@ -82,14 +82,14 @@ class ToyOptimizerConfig(PluginConfig):
 
 
 class ToyMetricConfig(PluginConfig):
-    """Mean absolute error over the logging interval."""
+    """Toy metric: mean absolute error over the logging interval."""
 
     name: Literal["toy_metric"] = "toy_metric"
     """Selects this metric."""
 
 
 class ToyRecorderConfig(PluginConfig):
-    """Appends the name of every event to a file."""
+    """Toy subscriber that appends the name of every event to a file."""
 
     name: Literal["toy_recorder"] = "toy_recorder"
     """Selects this subscriber."""
@@ -98,7 +98,7 @@ class ToyRecorderConfig(PluginConfig):
 
 
 class ToyTrackerConfig(PluginConfig):
-    """Tracker with a run id, which can be made to fail."""
+    """Toy tracker with a run id; one of its calls can be made to fail."""
 
     name: Literal["toy_tracker"] = "toy_tracker"
     """Selects this tracker."""
@@ -109,23 +109,23 @@ class ToyTrackerConfig(PluginConfig):
 
 
 class ToyStrategyConfig(PluginConfig):
-    """Scales the outputs of blocks."""
+    """Toy strategy that halves the outputs of the first blocks."""
 
     name: Literal["toy_strategy"] = "toy_strategy"
     """Selects this strategy."""
     blocks: int = 1
-    """Number of blocks; zero matches nothing."""
+    """Number of blocks to change; zero changes none."""
 
 
 class ToyPipelineStrategyConfig(PluginConfig):
-    """Requires a trait that the toy model lacks."""
+    """Strategy that requires a trait that the toy model lacks, so it is always refused."""
 
     name: Literal["toy_pipeline_strategy"] = "toy_pipeline_strategy"
     """Selects this strategy."""
 
 
 class ToyPeftConfig(PluginConfig):
-    """Trains some parameters."""
+    """Toy fine-tuning method that trains some parameters of the model."""
 
     name: Literal["toy_peft"] = "toy_peft"
     """Selects this method."""
@@ -134,7 +134,7 @@ class ToyPeftConfig(PluginConfig):
 
 
 class ToyAdapterConfig(PluginConfig):
-    """Trains a low-rank adapter of each linear layer."""
+    """Toy fine-tuning method that trains a low-rank adapter of each linear layer."""
 
     name: Literal["toy_adapter"] = "toy_adapter"
     """Selects this method."""
@@ -145,7 +145,7 @@ class ToyAdapterConfig(PluginConfig):
 
 
 class ToyScheduleConfig(PluginConfig):
-    """Schedule with a selectable defect."""
+    """Toy pipeline schedule with a selectable defect."""
 
     name: Literal["toy_schedule"] = "toy_schedule"
     """Selects this schedule."""

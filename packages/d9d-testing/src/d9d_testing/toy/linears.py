@@ -13,7 +13,7 @@ from d9d_testing.toy.config import ToyLinearsConfig
 
 
 class ToyLinearBlock(nn.Module):
-    """``x + tanh(W x + b)``."""
+    """Residual block ``x + tanh(W x + b)``."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

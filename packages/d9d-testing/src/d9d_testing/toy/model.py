@@ -14,7 +14,7 @@ from d9d_testing.toy.config import ToyModelConfig
 
 
 class ToyBlock(nn.Module):
-    """``x + dropout(tanh(x W))``."""
+    """Residual block ``x + dropout(tanh(x W))``."""
 
     def __init__(self, features: int, dropout: float) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ class ToyTracker:
         self._call("flush", "")
 
     def state(self) -> State:
-        """Run id."""
+        """State for checkpoints: the run id."""
         return {"id": "toy-1"}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:

@@ -23,7 +23,7 @@ class ToyOptimizer:
         self._momentum: dict[str, Tensor] = {}
 
     def init_state(self) -> None:
-        """Create momentum of zeros."""
+        """Create the momentum buffers, filled with zeros."""
         self._momentum = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
 
     @torch.no_grad()
@@ -38,7 +38,7 @@ class ToyOptimizer:
             weight.copy_(torch.where(gate, weight - self._lr * new, weight))
 
     def set_lr_factor(self, factor: float) -> None:
-        """Set the factor of the next steps."""
+        """Set the learning-rate factor of the next steps."""
         self._lr = self._base * factor
 
     @property

@@ -44,7 +44,7 @@ def toy_job(directory: Path, *overrides: str, **sections: Any) -> Job:
         "task": {"name": "toy_task", "decay": 0.01},
         "optimizer": "toy_optimizer",
         "metrics": ["toy_metric"],
-        # No picture: drawing it takes as long as the steps.
+        # No picture of the losses: drawing it takes as long as the steps.
         "trackers": ["console", {"name": "jsonl", "picture": False}],
         "logging": {"every": 5},
         "checkpoint": {"every": 4},

@@ -38,7 +38,7 @@ class ToyTask:
         return len(microbatch["x"])
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Numbers of unmasked samples and of all samples."""
+        """Weights of the loss terms: number of unmasked samples, and number of all samples."""
         return {"error": microbatch["mask"].sum(), "decay": torch.ones_like(microbatch["mask"]).sum()}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
@@ -46,7 +46,7 @@ class ToyTask:
         return StageInputs(first={"x": microbatch["x"]})
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Loss sums over samples."""
+        """Sum of each loss term over the samples."""
         error = (outputs["y"] - microbatch["y"]).float().square().mean(-1) * microbatch["mask"]
         return {"error": error.sum(), "decay": outputs["y"].float().square().mean(-1).sum()}
 
@@ -64,7 +64,7 @@ class ToyMetric:
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
-        """Both states are summed."""
+        """Reduction of both states over ranks: sum."""
         return {"sum": "sum", "count": "sum"}
 
     def update(self, observations: Mapping[str, Tensor]) -> None:

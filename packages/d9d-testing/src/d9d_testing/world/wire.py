@@ -56,7 +56,7 @@ def unpack(value: Any, where: str = "value") -> Any:
 
 def _pack_tensor(tensor: torch.Tensor) -> _Packed:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    data = ctypes.string_at(flat.data_ptr(), len(flat)) if len(flat) else b""  # without numpy, which may be missing
+    data = ctypes.string_at(flat.data_ptr(), len(flat)) if len(flat) else b""  # not by numpy, which may be missing
     return _Packed(tensor.dtype, tuple(tensor.shape), data)
 
 

@@ -58,7 +58,7 @@ def main(rank: int, launch: Launch, connection: Connection) -> None:
     _enter(rank, launch)
     connection.send(_call(rank, launch))
     with contextlib.suppress(EOFError):
-        connection.recv()  # until all ranks have reported: a rank that leaves early breaks its peers
+        connection.recv()  # waits until all ranks have reported: a rank that leaves early breaks its peers
     _leave()
 
 
@@ -66,7 +66,7 @@ def _enter(rank: int, launch: Launch) -> None:
     # Objects imported by the server are excluded from garbage collection: scanning them takes half a second each time,
     # and would copy the shared memory.
     gc.freeze()
-    os.environ.clear()  # it belongs to the first test that used a world
+    os.environ.clear()  # it is the environment of the first test that used a world
     os.environ.update(launch.environ)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(launch.size), LOCAL_WORLD_SIZE=str(launch.size))
@@ -86,7 +86,7 @@ def _call(rank: int, launch: Launch) -> Report:
     try:
         torch.set_num_threads(1)
         store = dist.FileStore(str(launch.directory / "store"), launch.size)  # type: ignore[attr-defined]
-        # Longer than the test's own limit, so that a hang is reported with stacks, not by the backend.
+        # The backend's limit is longer than the test's, so that the test reports a hang, with stacks.
         limit = timedelta(seconds=launch.timeout + ORPHAN_SECONDS)
         dist.init_process_group(launch.backend, store=store, rank=rank, world_size=launch.size, timeout=limit)
         _wait_for_all(store, launch.size)
@@ -125,7 +125,7 @@ def _module(launch: Launch) -> Any:
         spec = None
     if spec is not None and spec.origin == launch.file:
         return importlib.import_module(launch.module)
-    # A script must not run again in each rank, which it would under its own name.
+    # Under the name __main__, a script would run again in each rank.
     name = "__mp_main__" if launch.module == "__main__" else launch.module
     spec = importlib.util.spec_from_file_location(name, launch.file)
     if spec is None or spec.loader is None:

@@ -128,7 +128,7 @@ def _started(launch: Launch) -> Iterator[list[_Rank]]:
             ours, theirs = context.Pipe()
             process = context.Process(target=worker.main, args=(rank, launch, theirs), name=f"rank {rank}")
             process.start()
-            theirs.close()  # otherwise the end of a rank's process would not be noticed
+            theirs.close()  # so that the pipe ends when the rank's process ends
             ranks.append(_Rank(process, ours))
         yield ranks
         for rank_ in ranks:

@@ -67,6 +67,6 @@ def fingerprint(config: PluginConfig) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of d9d's distributions and of the libraries that compute."""
+    """Installed versions of d9d's distributions, torch and transformers."""
     found = {distribution.name.lower(): distribution.version for distribution in distributions()}
     return {name: found[name] for name in sorted(found) if name.startswith("d9d-") or name in _LIBRARIES}

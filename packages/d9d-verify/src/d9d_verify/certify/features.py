@@ -88,7 +88,7 @@ def parity(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
         expected = theirs(input_ids=tokens, use_cache=False).logits
         loss = functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
         torch.autograd.backward(loss)
-    except Exception as error:  # models of transformers raise anything
+    except Exception as error:  # models of transformers raise exceptions of any type
         return Cell(name, "differs", f"transformers does not compute the exported model: {error}".splitlines()[0])
     off = _deviation(expected.detach(), _logits(model, tokens=tokens).detach())
     model(tokens=tokens, targets=targets)["token_loss"].sum().backward()
@@ -96,7 +96,7 @@ def parity(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
     grads |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     mine = map_tensors(form.exporter(config), grads)
     theirs_by_name = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None and name in mine}
-    # A gradient that is zero by construction, such as a router's of one expert, is only rounding.
+    # A gradient that is zero by construction, such as of a router with one expert, consists of rounding errors only.
     least = _ZERO * max((grad.abs().max().item() for grad in theirs_by_name.values()), default=1.0)
     worst = max((_deviation(grad, mine[name], least) for name, grad in theirs_by_name.items()), default=math.inf)
     exact = off < _ROUNDING and worst < _GRADIENTS
@@ -110,7 +110,7 @@ def _of_transformers(form: Any, config: Any, state: dict[str, Tensor]) -> Any:
     Raises:
         ValueError: the export lacks weights of the transformers model, or has weights that the model does not have.
     """
-    transformers: Any = importlib.import_module("transformers")  # not required: only this check needs it
+    transformers: Any = importlib.import_module("transformers")  # transformers is optional: only this check needs it
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory() as directory:

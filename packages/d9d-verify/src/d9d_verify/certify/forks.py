@@ -26,7 +26,7 @@ def forking_launch(patience: float) -> Launch:
     Args:
         patience: seconds in which at least one more process of a layout must end; otherwise all are killed.
     """
-    if sys.platform != "linux":  # elsewhere libraries do not survive a fork
+    if sys.platform != "linux":  # on other systems, libraries do not work after a fork
         return launch_processes
     context = multiprocessing.get_context("forkserver")
     imported = sorted(name for name in sys.modules if name.startswith(_PACKAGES))

@@ -35,7 +35,7 @@ def manifest_bytes(
         step: number of optimizer steps done.
         table: for each tensor name, its ``dtype``, ``shape``, and ``pieces`` with ``file``, ``key`` in the file,
             ``offset`` and ``shape``.
-        files: other files of the checkpoint.
+        files: size and checksum of each other file of the checkpoint, by name.
         facts: further top-level JSON values of the manifest, by name.
     """
     described = {name: {"bytes": written.bytes, "sha256": written.sha256} for name, written in files.items()}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from d9d_weights.files.safetensors import DTYPE_NAMES, is_possible
 
 FORMAT = "d9d-checkpoint"
-#: Version 1, with full tensors in one file, was never released.
+#: Version of the manifest's format. Version 1, with full tensors in one file, was never released.
 VERSION = 2
 #: File of all values that are not tensors.
 VALUES = "state.json"
@@ -95,7 +95,7 @@ class Score(_Part):
 
 
 class Average(_Part):
-    """Rule for evaluation weights: ``lerp(parameter, its optimizer state named slot, weight)``."""
+    """Rule of evaluation weights: each is ``lerp(parameter, its optimizer state called slot, weight)``."""
 
     slot: str
     weight: Annotated[float, Field(strict=True, allow_inf_nan=False)]

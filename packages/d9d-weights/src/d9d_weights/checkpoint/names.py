@@ -28,7 +28,7 @@ def steps_in(storage: DirectoryStore) -> list[int]:
 
 
 def strays_in(storage: DirectoryStore) -> list[str]:
-    """Names that start like a checkpoint's name, but are neither checkpoints nor checkpoints that were set aside."""
+    """Names in the directory that start like a checkpoint's, but are no checkpoints, nor ones that were set aside."""
     return sorted(
         name
         for name in storage.names()

@@ -79,7 +79,7 @@ def model_of(tensors: CheckpointTensors, registry: Registry) -> tuple[HuggingFac
     fields, location = job_of(tensors).get("model"), tensors.location
     if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
         raise CheckpointError(f"{location}: its manifest names no model; use a checkpoint that d9d train wrote")
-    # The checkpoint contains the weights, and the job all sizes.
+    # The checkpoint has the weights, and the stored job has all sizes: pretrained weights are not needed.
     fields = {name: value for name, value in fields.items() if name != "pretrained"}
     entry = registry.find("model", fields["name"])
     spec = entry.spec

@@ -55,7 +55,7 @@ class CheckpointTensors:
         self.manifest: dict[str, Any] = read_manifest(self._storage, name)
         table: Mapping[str, Any] = self.manifest["tensors"]
         self._everything = table
-        # Readers of the model's tensors get its evaluation weights (such as an average), if these differ.
+        # Readers of the model get its evaluation weights (such as averages), if these differ from the trained ones.
         self._average = self.manifest.get("average") if scope == _MODEL else None
         self._table = {key.removeprefix(scope): entry for key, entry in table.items() if key.startswith(scope)}
         self.specs = {
@@ -145,7 +145,7 @@ def _is_folder(location: str) -> bool:
         return Place.of(location).kind == "checkpoint"
     try:
         return CONFIG not in open_directory(location).names()
-    except CheckpointError:  # no such directory; opening it reports that
+    except CheckpointError:  # no such directory: the error comes when it is opened
         return True
 
 
@@ -159,7 +159,8 @@ def _newest(storage: DirectoryStore) -> str:
             continue
         except OSError as error:
             raise CheckpointError(f"{storage.location(folder(step))} cannot be read: {error}") from error
-        if read_manifest(storage, folder(step))["step"] == step:  # else a copy of another step's checkpoint
+        # otherwise the directory is a copy of another step's checkpoint
+        if read_manifest(storage, folder(step))["step"] == step:
             return folder(step)
     raise CheckpointError(f"{storage} has no complete checkpoint; give the directory of a run that has saved one")
 

@@ -101,7 +101,7 @@ class LocalDraft:
                 out.flush()
                 os.fsync(out.fileno())
         except BaseException:
-            path.unlink(missing_ok=True)  # an incomplete file could have its full size
+            path.unlink(missing_ok=True)  # remove it: an incomplete file could have the full size
             raise
 
     def size(self, file: str) -> int | None:
@@ -165,7 +165,7 @@ class LocalStore:
         busy = f"{self.directory} is in use by another training run; stop it, or choose another run.name"
         with exclusive(self.directory / ".lock", busy):
             drafts = [path for path in self.directory.glob(".*.tmp") if path.is_dir()]
-            # A complete directory under a temporary name was being published or removed.
+            # A temporary directory with a manifest was complete, and was being published or removed.
             names = [path.name[1 : -len(".tmp")] for path in drafts if not (path / MANIFEST).exists()]
             remove_leftovers(self.directory)
             self._unfinished = sorted(name for name in names if not (self.directory / name).exists())
@@ -206,11 +206,11 @@ class LocalStore:
 
     def remove(self, name: str) -> None:
         """Remove a directory; after an interruption, its remains are ignored. Called by one rank."""
-        # Under this name, incomplete remains are recognised as leftovers, not as a damaged checkpoint.
+        # Renamed first, so that incomplete remains are recognised as leftovers, not as a damaged checkpoint.
         doomed = self.directory / f".{name}.tmp"
         clear(doomed)
         move(self.directory / name, doomed)
-        # Not clear(): errors must reach the caller.
+        # Removed without clear(), which ignores errors: they must reach the caller.
         if doomed.is_symlink():
             doomed.unlink()
         else:

@@ -32,7 +32,8 @@ __all__ = ["LocksUnsupportedError", "lock_file"]
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 #: Errors if another process has the lock.
 _HELD = {errno.EAGAIN, errno.EACCES}
-#: Attempts, and seconds between them, because :func:`is_held` takes the lock for an instant.
+#: Number of attempts to take a lock, and seconds between them. A first attempt may fail although no process holds the
+#: lock for long, because :func:`is_held` of another process takes it for an instant.
 _ATTEMPTS, _PAUSE = 4, 0.05
 #: Limit of the bytes read from a lock file, which names the process and host that hold the lock.
 _NAME = 200
@@ -117,7 +118,7 @@ def is_held(path: Path) -> bool:
         pass
     except (OSError, ValueError, IndexError, OverflowError):  # no holder is named, or the process has ended
         return False
-    # The process number may have been reused by another process.
+    # The holder's process number may have been reused, so look whether the file is locked.
     with suppress(OSError), os.fdopen(open_regular(path, "none"), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -127,7 +128,7 @@ def is_held(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    # NFS locks only files open for writing. O_NONBLOCK: opening a pipe would wait.
+    # O_RDWR, because NFS locks only files open for writing; O_NONBLOCK, because opening a pipe would wait.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o666)

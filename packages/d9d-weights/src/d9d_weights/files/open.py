@@ -18,7 +18,7 @@ def open_directory(location: str | Path) -> Directory:
         CheckpointError: fsspec does not support this kind of address, or its driver is not installed.
     """
     if _is_address(location):
-        from d9d_weights.files.remote import RemoteDirectory  # fsspec takes a while to import
+        from d9d_weights.files.remote import RemoteDirectory  # imported late, because fsspec takes a while to import
 
         return RemoteDirectory(str(location))
     return LocalDirectory(Path(location))

@@ -60,7 +60,7 @@ class RemoteDirectory:
     def open(self, name: str) -> OpenFile:
         """Open a large file of the directory, to read parts of it."""
         with unreadable(f"{self}/{name}"):
-            # Windows are read once, so read-ahead would fetch unused bytes.
+            # No cache: each window of the file is read once, so read-ahead would fetch unused bytes.
             return RemoteFile(self._files.open(f"{self._root}/{name}", "rb", cache_type="none"), f"{self}/{name}")
 
 
@@ -168,7 +168,7 @@ class RemoteDraft:
     def discard(self) -> None:
         """Remove a failed draft. Called by one rank, once no other rank writes; never raises."""
         with contextlib.suppress(Exception):
-            self._check_owner()  # otherwise the draft may belong to the new owner
+            self._check_owner()  # raises if another process owns the store: the draft may be its own
             self._remove()
 
     def _remove(self) -> None:
@@ -262,7 +262,7 @@ class RemoteStore:
         try:
             yield
         finally:
-            with contextlib.suppress(Exception):  # it may be gone, or belong to another process
+            with contextlib.suppress(Exception):  # the owner's file may be gone, or belong to another process
                 self.check_owner()
                 self.files.rm_file(self.path(_OWNER))
             self._me = None
@@ -308,7 +308,7 @@ class RemoteStore:
     def open(self, name: str, file: str) -> BinaryIO:
         """Open a file of a directory for reading; the result is seekable."""
         with as_os_error():
-            # Windows are read once, so read-ahead would fetch bytes that belong to other ranks.
+            # No cache: each window of the file is read once, and read-ahead would fetch bytes for other ranks.
             return cast("BinaryIO", self.files.open(self.path(name, file), "rb", cache_type="none"))
 
     def set_aside(self, name: str) -> str:

@@ -52,7 +52,7 @@ class Scope:
         return None if missing else [self.values[name] for name in names]
 
     def complain(self, text: str) -> None:
-        """Add a problem, with the text of a line of the error message."""
+        """Add a problem: one line of the error message."""
         self.problems.append(text)
 
     def are_targets(self, names: Sequence[str], mapper: str) -> bool:
@@ -154,7 +154,7 @@ class Parallel(Mapper):
         together = Effect()
         greedy = [mapper for mapper in self.mappers if mapper.rest()]
         effects = {id(mapper): mapper.apply(scope) for mapper in self.mappers if not mapper.rest()}
-        if greedy:  # takes all values that the others leave
+        if greedy:  # this mapper takes all values that the other mappers leave
             if len(greedy) > 1:
                 scope.complain("two neighbours take all remaining tensors; only one may")
             taken = {name for effect in effects.values() for name in effect.taken}
@@ -184,7 +184,7 @@ class Sequential(Mapper):
 
     def apply(self, scope: Scope) -> Effect:
         combined = Effect()
-        waiting = dict(scope.values)  # not taken yet
+        waiting = dict(scope.values)  # sources that no mapper has taken yet
         made: dict[str, Value] = {}
         for mapper in self.mappers:
             effect = mapper.apply(scope.over({**waiting, **made}))

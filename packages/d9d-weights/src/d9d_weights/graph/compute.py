@@ -26,7 +26,7 @@ class Call:
     label: str
 
     def run(self, find: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-        """Evaluate all inputs and call the function."""
+        """Compute the full input tensors, and call the function with them."""
         return self.function({name: value.tensor(find) for name, value in self.inputs.items()})
 
 

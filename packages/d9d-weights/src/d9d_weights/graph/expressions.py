@@ -254,7 +254,7 @@ class Joined(Value):
 
 @dataclass(frozen=True, slots=True)
 class Converted(Unary):
-    """Value in another dtype."""
+    """Value that is converted to another dtype."""
 
     of: Value
     dtype: torch.dtype
@@ -267,9 +267,9 @@ class Converted(Unary):
         return self.of.tensor(find).to(self.dtype)
 
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
-        if into.dtype == self.dtype:  # a source converts on reading
+        if into.dtype == self.dtype:  # the source rounds once, to this dtype
             self.of.read(source, offset, into)
-        else:  # values must be rounded to this dtype
+        else:  # round to this dtype first, then to the dtype of the target
             here = torch.empty(into.shape, dtype=self.dtype)
             self.of.read(source, offset, here)
             into.copy_(here)
@@ -292,7 +292,7 @@ class Whole(Unary):
         return full(self.of.tensor(find))
 
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
-        self.of.read(source, offset, into)  # files hold full tensors
+        self.of.read(source, offset, into)  # files hold full tensors, so nothing is gathered
 
     def text(self) -> str:
         return f"gather({self.of.text()})"

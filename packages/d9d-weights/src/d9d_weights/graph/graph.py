@@ -38,7 +38,7 @@ class StateGraph:
         self.sources = dict(sources)
         problems: list[str] = []
         effect = mapper.apply(Scope(_source_values(self.sources), problems))
-        if not problems:  # otherwise most left-over names are consequences
+        if not problems:  # otherwise these problems cause most of the left-over names
             left = [name for name in self.sources if name not in effect.taken]
             problems += [f"no mapper takes '{name}'; name it in a Drop if it is not needed" for name in left]
         for name, value in effect.made.items():

@@ -163,14 +163,14 @@ def _every(tensor: Tensor, dim: int, start: int, step: int) -> Tensor:
 
 
 def _strided(value: Value, dim: int, start: int, step: int) -> Value:
-    """Every ``step``-th index of a value; of an interleaving of as many values, one of them."""
+    """Every ``step``-th index of a value; if it interleaves ``step`` values, this is the ``start``-th of them."""
     if isinstance(value, Interleaved) and value.dim == dim and len(value.of) == step:
         return value.of[start]
     return Strided(value, dim, start, step)
 
 
 def _interleaved(values: Sequence[Value], dim: int) -> Value:
-    """Interleaving of values; if they are all strided parts of one value, in order, that value."""
+    """Interleaving of values; the original value if they are all its strided parts, in order."""
     count, first = len(values), values[0]
     if isinstance(first, Strided):
         whole = first.of

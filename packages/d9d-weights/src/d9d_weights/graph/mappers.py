@@ -53,7 +53,7 @@ class Pattern:
         return re.compile("".join([*parts, re.escape(self.text[end:])]))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Components of a name by placeholder; ``None`` if the name does not match."""
+        """Components of a name that the placeholders stand for, by placeholder; ``None`` if the name does not match."""
         found = self._regex.fullmatch(name)
         return None if found is None else found.groupdict()
 

@@ -10,7 +10,7 @@ from d9d_weights.graph.expressions import Converted, Joined, Permuted, Sliced, S
 
 
 def permuted(value: Value, dims: Sequence[int]) -> Value:
-    """Reorder the dimensions of a value, in the simplest form of the expression."""
+    """Expression for a value with reordered dimensions, simplified; ``dims`` as in torch's ``permute``."""
     if isinstance(value, Permuted):
         before = value.dims
         value, dims = value.of, [before[dim] for dim in dims]
@@ -18,17 +18,17 @@ def permuted(value: Value, dims: Sequence[int]) -> Value:
 
 
 def squeezed(value: Value, dim: int) -> Value:
-    """Remove a dimension of size one of a value, in the simplest form of the expression."""
+    """Expression for a value without a dimension of size one, simplified."""
     return value.of if isinstance(value, Unsqueezed) and value.dim == dim else Squeezed(value, dim)
 
 
 def unsqueezed(value: Value, dim: int) -> Value:
-    """Add a dimension of size one to a value, in the simplest form of the expression."""
+    """Expression for a value with another dimension of size one, simplified."""
     return value.of if isinstance(value, Squeezed) and value.dim == dim else Unsqueezed(value, dim)
 
 
 def converted(value: Value, dtype: torch.dtype) -> Value:
-    """Convert a value to another dtype, in the simplest form of the expression."""
+    """Expression for a value in another dtype, simplified."""
     return value if value.spec.dtype == dtype else Converted(value, dtype)
 
 

@@ -93,8 +93,8 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "rank_pattern": _are_patterns(_is_rank),
     "alpha_pattern": _are_patterns(_is_number),
 }
-#: Fields without effect here: with any value, and with the value that peft writes into every file by default.
-_DROPPED = frozenset({"auto_mapping"})  # names classes of the model, which is already known
+#: Fields without effect here: the first have none with any value, the second only with peft's default value.
+_DROPPED = frozenset({"auto_mapping"})  # it names classes of the model, which is already known
 _UNUSED = {"megatron_core": "megatron.core", "qalora_group_size": 16}
 
 

@@ -123,7 +123,8 @@ def _expression(field: str, key: str) -> re.Pattern[str]:
 
 
 def _check_modules(data: Mapping[str, Any], modules: Iterable[str]) -> None:
-    # Regular expressions are ignored: tensors show the adapted modules, and a malicious expression may never end.
+    # Regular expressions are not compared: tensors show the adapted modules, and matching a malicious expression may
+    # never end.
     targets, excluded = data.get("target_modules"), data.get("exclude_modules")
     layers, pattern = data.get("layers_to_transform"), data.get("layers_pattern")
     if layers is not None and pattern not in (None, [], "", "layers", ["layers"]):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-#: Bytes of a block: large enough to hide the start of a copy, small enough for one block per thread.
+#: Bytes of a block: so large that starting a copy costs little, so small that each thread can have a block.
 BLOCK = 1 << 24
 
 

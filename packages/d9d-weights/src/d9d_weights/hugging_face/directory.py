@@ -176,7 +176,7 @@ class ModelDirectory:
             else:
                 block = self._buffer.take(part, spec.dtype)
                 file.read(name, at, block)
-                part.copy_(block.to(part.device))  # moved before the cast, which is faster on a GPU
+                part.copy_(block.to(part.device))  # moved before the cast, because a GPU casts faster
             if self._on_bytes is not None:
                 self._on_bytes(part.numel() * spec.dtype.itemsize)
 

@@ -62,7 +62,7 @@ def passed_through(names: Iterable[str]) -> list[str]:
 
 
 def still_valid(files: Mapping[str, bytes], own: Collection[str]) -> dict[str, bytes]:
-    """Select files of another model that may be copied to a model: no existing names, and no second tokenizer.
+    """Select the files of another model to copy to a model: no names that the model has, and no second tokenizer.
 
     Args:
         files: contents of the other model's files, by name.
@@ -135,6 +135,6 @@ def find_weights(where: str, names: Sequence[str]) -> list[str]:
 
 
 def some(names: Sequence[str], shown: int = 3) -> str:
-    """List up to ``shown`` names, and count the rest."""
+    """Text with up to ``shown`` names, and the number of further names."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

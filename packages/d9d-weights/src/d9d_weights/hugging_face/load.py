@@ -84,7 +84,7 @@ def _load(
                     try:
                         future.result()
                     except CancelledError:
-                        pass  # the first error is raised
+                        pass  # only the first error is raised, below
                     except Exception as error:
                         failed.append(error)
                         pool.shutdown(wait=False, cancel_futures=True)

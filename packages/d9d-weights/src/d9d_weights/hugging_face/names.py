@@ -81,7 +81,8 @@ def _correspondence(config: LanguageModel, stored: LanguageModel, layers: Sequen
         *layers,
         Rename("model.norm.weight", "norm.weight"),
         *_heads(config, stored),
-        Drop("model.layers.{layer}.self_attn.rotary_emb.inv_freq", optional=True),  # written by old releases
+        # a buffer that old releases of transformers wrote
+        Drop("model.layers.{layer}.self_attn.rotary_emb.inv_freq", optional=True),
     )
 
 
@@ -94,7 +95,7 @@ def _words(theirs: str, ours: str, config: LanguageModel, stored: LanguageModel)
     if not sizes:
         return [Rename(theirs, f"{ours}.weight")]
     names, ends = [f"{ours}.{part}.weight" for part in sizes], list(accumulate(sizes.values()))
-    # The check of shapes reports sizes that do not fit.
+    # A size that ends after no group counts as one group; the later check of shapes reports it.
     count = 1 + ends.index(stored.vocab_size) if stored.vocab_size in ends else 1
     fresh = [Fresh(tuple(names[count:]))] if names[count:] else []
     if count == 1:
@@ -131,7 +132,7 @@ def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
         for part in (("weight",) if head.kind == "causal_lm" else _parts(head))
     }
     for theirs in sorted((published | {_LM_HEAD}) - used):
-        yield Drop(theirs, optional=True)  # heads that the model does not have
+        yield Drop(theirs, optional=True)  # heads in the files that the model does not have
     for name, head in stored.heads.items():
         if head.kind not in ("causal_lm", *_PARTS) and not any(one.startswith(f"heads.{name}.") for one in used):
             yield Drop(f"heads.{name}.{{rest*}}", optional=True)  # a head of a plugin, whose parameters are unknown

@@ -77,7 +77,7 @@ class ModelCard:
         if self.versions:
             yield "## Versions"
             yield table(["package", "version"], sorted(self.versions.items()))
-        # Readers of the file see it, readers of the rendered page do not.
+        # An HTML comment: readers of the file see it, readers of the rendered page do not.
         yield "<!-- To publish this directory on the Hugging Face Hub: d9d state push DIRECTORY OWNER/NAME -->"
 
     def _front_matter(self, library: str) -> dict[str, Any]:
@@ -111,7 +111,8 @@ class ModelCard:
 
     def _base(self) -> str | None:
         loading, location = self.job.get("loading"), _of(self.job, "model", "pretrained")
-        drawn = isinstance(loading, Mapping) and loading.get("weights") is False  # uses only sizes and tokenizer
+        # only sizes and tokenizer come from the pretrained model
+        drawn = isinstance(loading, Mapping) and loading.get("weights") is False
         return base_name(location) if location and not drawn else None
 
 
@@ -123,7 +124,7 @@ def _of(job: Mapping[str, Any], section: str, name: str) -> str:
 
 
 def fact_rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield name and text of each fact of a data stream; facts of the parts of a mixture are named by their part."""
+    """Yield name and text of each fact of a data stream; nested facts are named by their mapping or its number, too."""
     for name, value in facts.items():
         words = f"{prefix}{name.replace('_', ' ')}"
         if isinstance(value, Mapping):

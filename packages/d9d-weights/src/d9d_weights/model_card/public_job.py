@@ -66,10 +66,11 @@ def last_component(text: str) -> str:
     if _TEMPLATE.search(text) or (_SENTENCE.search(text) and not starts_as_path):
         return f"(text of {len(text):,} characters)"
     if is_address:
-        text = re.split(r"[?#]", text)[0]  # the query may be a signature
+        text = re.split(r"[?#]", text)[0]  # the query of an address may be a signature
         scheme, _, rest = text.rpartition("://")
         name = rest.rstrip("/").rpartition("/")[2] if "/" in rest.strip("/") else ""
-        return name or f"{scheme.rpartition(':')[2]}://..."  # otherwise the host or bucket would be published
+        # an address without a path is only a host or bucket, which is not published
+        return name or f"{scheme.rpartition(':')[2]}://..."
     return _components(text)[-1]
 
 

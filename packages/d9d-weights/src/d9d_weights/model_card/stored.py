@@ -52,7 +52,8 @@ def _checked(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
     """Values of a checkpoint, after a check of the types of the values in a model card."""
     tokens = values.get("tokens")
     wrong = [] if type(tokens) is int and tokens >= 0 else ["tokens"]
-    wrong += [] if are_losses(values.get("losses", {})) else ["losses"]  # earlier checkpoints have none
+    # checkpoints of earlier releases have no losses
+    wrong += [] if are_losses(values.get("losses", {})) else ["losses"]
     if wrong:
         raise CheckpointError(f"{location}: state.json has no usable {', '.join(wrong)}; copy the checkpoint again")
     return values

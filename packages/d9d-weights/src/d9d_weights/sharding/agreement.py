@@ -104,7 +104,7 @@ def _said(error: Exception, group: dist.ProcessGroup | None) -> str:
 
 
 def _ranked(error: BaseException, rank: int) -> str:
-    # d9d's own errors name the location; "no space left on device" does not.
+    # An error of the system, such as "no space left on device", names no location, so the rank is added.
     return reason(error) if isinstance(error, CheckpointError) else f"rank {rank}: {reason(error)}"
 
 

@@ -25,10 +25,10 @@ __all__ = [
 ]  # fmt: skip
 
 _MAX_DIMS = 16
-# The longest name of a dtype has 16 characters.
+# Bytes for the name of a dtype, the longest of which has 16 characters.
 _NAME_BYTES = 24
 _HEADER = 1 + _MAX_DIMS + _NAME_BYTES // 8
-# Parts start at a multiple of the largest alignment of a dtype.
+# Each tensor's bytes start at a multiple of this, the largest alignment of a dtype.
 _ALIGNMENT = 16
 
 
@@ -58,7 +58,7 @@ def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
 
 
 class PendingTensors:
-    """All-gathered tensors in flight. Made by :func:`start_all_gather`."""
+    """All-gather that may still run, with its results. Made by :func:`start_all_gather`."""
 
     def __init__(self, received: list[Tensor], work: dist.Work | None) -> None:
         self._received = received
@@ -193,7 +193,7 @@ def _to_bytes(tensor: Tensor, size: int) -> Tensor:
 
 def _from_bytes(rows: Sequence[Tensor], parts: Sequence[_Part], dtype: torch.dtype) -> list[Tensor]:
     """Tensors of all ranks from their gathered bytes, the inverse of :func:`_to_bytes`."""
-    # Copies, so that a small tensor does not keep the padding of all ranks alive.
+    # The tensors are copied, so that a small one does not keep the padding of all ranks in memory.
     return [
         row[: math.prod(part.shape) * dtype.itemsize].view(dtype).reshape(part.shape).clone()
         for row, part in zip(rows, parts, strict=True)

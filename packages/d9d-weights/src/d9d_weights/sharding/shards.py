@@ -175,13 +175,13 @@ def _describe(name: str, tensor: DTensor, known: dict[Any, list[ChunkStorageMeta
     if layout not in known:
         if any(placement.is_partial() for placement in tensor.placements):
             raise CheckpointError(f"tensor '{name}' is a partial sum ({tensor.placements}); reduce it before saving")
-        # Undocumented, but torch's own checkpoints use this interface for any tensor type.
+        # This method is undocumented, but torch's own checkpoints call it for any tensor type.
         known[layout] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     chunks = known[layout]
     if len(chunks) == 1:  # fast path of the general case below
         tensors = [tensor.to_local()]
     else:
-        from torch.distributed.checkpoint.metadata import MetadataIndex  # with all of torch's checkpoints
+        from torch.distributed.checkpoint.metadata import MetadataIndex  # late: imports all of torch's checkpoint code
         from torch.distributed.checkpoint.utils import find_tensor_shard
 
         tensors = [find_tensor_shard(tensor, MetadataIndex(name, chunk.offsets)) for chunk in chunks]

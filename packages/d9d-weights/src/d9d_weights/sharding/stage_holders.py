@@ -64,7 +64,7 @@ class StageHolders:
         else:
             gathered = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         if gathered.numel():
-            # As bytes, because not every backend supports every dtype.
+            # Broadcast as bytes, because not every backend supports every dtype.
             dist.broadcast(gathered.reshape(-1).view(torch.uint8), group=self.group, group_src=holder)
         return gathered
 

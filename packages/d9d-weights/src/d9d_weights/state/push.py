@@ -143,7 +143,7 @@ def _check_complete(directory: Path, files: Mapping[str, int]) -> None:
 
 
 def _with_base(directory: Path, files: Mapping[str, int], base_model: str | None) -> dict[str, bytes]:
-    """Contents of files whose name of the base model is replaced."""
+    """New contents of the files in which the name of the base model is replaced, by file name."""
     if base_model is None:
         return {}
     if ADAPTER_FILES.config not in files:
@@ -214,7 +214,7 @@ def _upload(
 
 
 def _requested(request: Callable[[], _Result]) -> _Result:
-    """Result of a request; a refusal becomes an error with the way to log in."""
+    """Result of a request to the Hub; a refusal becomes an error that says how to log in."""
     try:
         return request()
     except CheckpointError:

@@ -62,7 +62,7 @@ class Rendered:
     Attributes:
         text: rendered text.
         marks: characters ``[begin, end)`` of each generation block.
-        misplaced: whether the text of a generation block is not at its recorded position, so that ``marks`` are wrong.
+        misplaced: whether ``marks`` are wrong, because the text of a generation block is not at its recorded position.
     """
 
     text: str
@@ -136,8 +136,8 @@ class TemplateProcess:
 
     def _start(self) -> dict[str, Any]:
         """Start a process, and return facts about the templates."""
-        # Not a fork of this process, which has threads and torch. Without site, whose import would take most of the
-        # time; with -P, because the working directory may contain malicious modules.
+        # Not a fork of this process, which has threads and torch. -S: importing site would take most of the time. -P:
+        # the working directory may contain malicious modules.
         command = [sys.executable, "-E", "-P", "-S", "-s", "-c", _START, *_paths()]
         child = subprocess.Popen(  # noqa: S603 - our own module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=-1
@@ -160,7 +160,7 @@ class TemplateProcess:
         except OSError:  # the process has ended
             pass
         finally:
-            if not answer.endswith(b"\n"):  # incomplete data is in the pipes
+            if not answer.endswith(b"\n"):  # the pipes may hold incomplete data: end the process
                 child, self._child = self._child, None
                 code = child.poll() if answer else _status(child)
                 self._end()
@@ -180,7 +180,7 @@ class TemplateProcess:
 
 
 def _status(child: subprocess.Popen[bytes]) -> int | None:
-    """Exit status of a process that has closed its output, after which it ends."""
+    """Exit status of a process that has closed its output and is about to end; ``None`` if it has not after 1 s."""
     try:
         return child.wait(1)
     except subprocess.TimeoutExpired:
@@ -192,7 +192,7 @@ def _line(value: Any) -> bytes:
 
 
 def _paths() -> list[str]:
-    """Directories from which the process imports."""
+    """Directories from which the template process may import modules."""
     found = (find_spec(name) for name in _PACKAGES)
     return list(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec is not None and spec.origin))
 
@@ -203,10 +203,10 @@ def _end(child: subprocess.Popen[bytes], owner: int) -> None:
         child.kill()
         child.wait()
     else:
-        child.returncode = 0  # unknown in a forked copy
+        child.returncode = 0  # a forked copy cannot wait for the process: no warning about it
     for pipe in (child.stdin, child.stdout):
         try:
             if pipe is not None:
                 pipe.close()
-        except OSError:  # unsent data
+        except OSError:  # data that was not sent cannot be flushed
             continue

@@ -197,7 +197,7 @@ def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _check_method(method: Any, args: tuple[Any, ...]) -> None:
     """Refuse methods of strings whose result would be far larger than their arguments."""
-    method = getattr(method, "__wrapped__", method)  # jinja2 wraps str.format
+    method = getattr(method, "__wrapped__", method)  # jinja2 wraps str.format in a function of its own
     name, text = getattr(method, "__name__", ""), getattr(method, "__self__", None)
     if not isinstance(text, str):
         return

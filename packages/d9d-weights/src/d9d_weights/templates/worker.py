@@ -117,7 +117,7 @@ def _limit_memory(most: int) -> None:
     for kind, limit in ((resource.RLIMIT_AS, most), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         try:
             resource.setrlimit(kind, (limit, limit))
-        except (ValueError, OSError):  # a lower limit is in force
+        except (ValueError, OSError):  # a lower limit is already in force
             continue
 
 

@@ -4,8 +4,8 @@ See :mod:`d9d_parallel.context_parallel.blocks` for the op and the functions of 
 
 FlexAttention has no backward that accepts the log-sum-exps of a larger attention, so the backward computes the block
 again, with autograd. The block's output gets the gradient of the whole output times the block's weight, and the block's
-log-sum-exp gets the remaining gradient (:func:`shares_of`). This costs a third more work, but keeps neither outputs nor
-keys of other ranks in memory.
+log-sum-exp gets the remaining gradient (:func:`shares_of`). The second computation is about a third more work, but no
+outputs of blocks and no keys of other ranks are kept in memory from the forward.
 
 Shapes: B samples, S positions, Q queries and T keys of the block, N query heads, K key/value heads, D features of a
 head.
@@ -54,16 +54,16 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(signature: OpSignature) -> FlexBlocks:
-    """Backend for this data; the function is compiled in its first call."""
+    """Build the backend for a signature; its function is compiled in its first call."""
     of_one = signature.documents is False and mask_kind(signature.static) == "causal"
-    # sdpa computes calls without documents and windows. If all calls are such, flex was chosen by name, or sdpa
-    # refuses.
+    # sdpa computes calls in which neither documents nor a window hide keys, because it is faster. If no call can have
+    # documents, flex computes all calls: it was chosen by name, or because sdpa refuses.
     plain = partial.refusal(signature) is None and not of_one
     return FlexBlocks(
         _compiled_attention(),
         of_one=of_one,
         plain=block_sdpa.SdpaBlocks(of_one=True) if plain else None,
-        shares=_Compiled(shares_of),  # one pass instead of ten
+        shares=_Compiled(shares_of),  # compiled, it is one pass over memory instead of ten
     )
 
 
@@ -121,8 +121,9 @@ class FlexBlocks:
         """
         if self._of_one:
             documents = None
-        if mask == "causal":  # otherwise keys may also be later, or in the query's block
-            behind = max(run.stop for run in queries) - min(run.start for run in keys)  # more than any distance
+        if mask == "causal":  # for other masks, queries also see later keys or their own block
+            # a window of this size hides nothing
+            behind = max(run.stop for run in queries) - min(run.start for run in keys)
             window = None if window is not None and window >= behind else window
         if documents is None and window is None and self._plain is not None:
             return self._plain.prepare(queries, keys, None, None, device)
@@ -147,7 +148,7 @@ class FlexBlocks:
         if isinstance(mask, bool):
             assert self._plain is not None
             return self._plain(query, key, value, mask)
-        with torch.enable_grad():  # compiles the backward's kernels too, in one compilation
+        with torch.enable_grad():  # so that one compilation gives the backward's kernels, too
             out, total = self._attend(*_leaves(query, key, value), mask)
         return out.detach().transpose(1, 2), total.detach().transpose(1, 2)
 
@@ -212,7 +213,7 @@ def shares_of(grad: Tensor, part: Tensor, of_part: Tensor, out: Tensor, total: T
 
 def _compiled_attention() -> _Compiled:
     """Compile ``flex_attention`` as a function that also returns log-sum-exps."""
-    # Imports torch's symbolic shapes, which takes a second and is not needed to refuse.
+    # Imported late: this imports torch's symbolic shapes, which takes a second and is not needed to refuse.
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
@@ -224,7 +225,7 @@ def _compiled_attention() -> _Compiled:
 
 
 class _Compiled:
-    """Wrapper of a function that compiles it separately, in the first call.
+    """Wrapper that compiles its function in the first call, separately from the caller.
 
     Args:
         function: function of tensors.
@@ -237,7 +238,7 @@ class _Compiled:
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         started = time.perf_counter()
-        # If a caller forces eager mode, attention would hold all scores in memory.
+        # Compile even if a caller forces eager mode, because uncompiled attention holds all scores in memory.
         with compilable(), torch.compiler.set_stance("default"):
             found = self._function(*inputs)
         if not self._called:
@@ -247,7 +248,7 @@ class _Compiled:
 
 
 def _leaves(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S, heads, D] as [B, heads, S, D], detached from the graph."""
+    """Query, key and value [B, S, heads, D] as [B, heads, S, D], detached from the autograd graph."""
     heads = [tensor.detach().transpose(1, 2).requires_grad_() for tensor in (query, key, value)]
     return heads[0], heads[1], heads[2]
 

@@ -33,7 +33,7 @@ def block_mask(
         device: device of queries and keys.
         mask: kind of the mask, see :func:`d9d_nn.ops.attention.reference.visible`.
     """
-    # Kernels look up documents for each score of a partly visible block: narrow numbers are faster.
+    # Kernels read document numbers for each score of a partly visible block, so int32 is faster than int64.
     numbers, groups = _narrow(documents)
 
     def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
@@ -109,7 +109,7 @@ def positions_block_mask(
     some, whole = _near_blocks(nearest, farthest, window, mask)
     if groups is not None and key_groups is not None:
         some = some | _share_a_block(_ranges(groups), _ranges(key_groups))
-    if len(others) % BLOCK:  # padding behind the keys is not visible
+    if len(others) % BLOCK:  # the padding after the keys, up to a whole block, is not visible
         whole = whole & (torch.arange(end.shape[1], device=device) < end.shape[1] - 1)
     if of_keys is not None and of_queries is not None:
         (low, high), (least, most) = _ranges(of_queries), _ranges(of_keys)  # [B, blocks]
@@ -160,7 +160,7 @@ def _near_blocks(nearest: Tensor, farthest: Tensor, window: int | None, mask: Ma
 
 
 def _share_a_block(queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> Tensor:
-    """Whether some query and some key may be in one block of the mask, by smallest and largest numbers, [B, n] each."""
+    """Whether blocks of queries and of keys may share a mask's block, by their smallest and largest numbers [B, n]."""
     (low, high), (least, most) = queries, keys
     overlap = (low[:, :, None] <= most[:, None]) & (least[:, None] <= high[:, :, None])
     return overlap & (high[:, :, None] >= 0) & (most[:, None] >= 0)
@@ -172,7 +172,7 @@ def _places(runs: Sequence[range], device: torch.device) -> Tensor:
 
 
 def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum in each block of a tensor [B, n], [B, blocks] each."""
+    """Minimum and maximum of numbers [B, n] in each block of positions, [B, blocks] each."""
     missing = -numbers.shape[1] % BLOCK
     blocks = torch.cat([numbers, numbers[:, -1:].expand(-1, missing)], dim=1).view(len(numbers), -1, BLOCK)
     return blocks.amin(-1), blocks.amax(-1)
@@ -209,7 +209,7 @@ def visible_blocks(
     nearest, farthest = BLOCK * behind - (BLOCK - 1), BLOCK * behind + (BLOCK - 1)
     some, whole = _near_blocks(nearest, farthest, window, mask)
     missing = count * BLOCK - length
-    if missing:  # padding behind the sample is not visible
+    if missing:  # the padding after the sample, up to a whole block, is not visible
         whole = whole & (number[:, None] < count - 1) & (number < count - 1)
     some, whole = some[None], whole[None]
     if groups is not None:
@@ -230,7 +230,7 @@ def _mask_of(partly: Tensor, wholly: Tensor, seen: Callable[..., Tensor], length
 
     Compiled kernels read both lists with one batch index and do not check it, so both get the same number of samples.
     """
-    # Imports torch's symbolic shapes, which takes a second.
+    # Imported late, because this imports torch's symbolic shapes, which takes a second.
     from torch.nn.attention.flex_attention import BlockMask
 
     return BlockMask.from_kv_blocks(

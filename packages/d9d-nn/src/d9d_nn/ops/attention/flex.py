@@ -88,9 +88,9 @@ def _skips(signature: OpSignature) -> bool:
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend for this device, window and data, compiled on CUDA in its first call."""
+    """Build the backend for a device, a window and data; on CUDA, it is compiled in its first call."""
     compiled = signature.device == "cuda"
-    # If nothing is ever skipped, flex was chosen by name, perhaps to measure it.
+    # sdpa computes calls that skip nothing. If no call can skip, flex was chosen by name, and computes all calls.
     plain = sdpa.build(signature) if compiled and signature.op == "attention" and _skips(signature) else None
     return Flex(
         signature.static.get("window"),
@@ -130,7 +130,7 @@ class Flex:
         softcap: float | None = None,
         mask: MaskKind = "causal",
     ) -> None:
-        # Imports torch's symbolic shapes, which takes a second and is not needed to refuse.
+        # Imported late: this imports torch's symbolic shapes, which takes a second and is not needed to refuse.
         from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
         self._sums = AuxRequest(lse=True)
@@ -141,7 +141,7 @@ class Flex:
         self._plain = plain
         self._of_one = of_one
         self._attend: Callable[..., Any] = flex_attention
-        # With gradients and without: generation between two steps, with other shapes, must not recompile training.
+        # Two compiled functions, with and without gradients: generation between steps must not recompile training.
         self._compiled = {grad: compiled_alone(flex_attention) for grad in (False, True)} if compiled else None
         self._done: set[bool] = set()
 
@@ -171,11 +171,12 @@ class Flex:
         options: dict[str, Any] = {**self._options, "block_mask": mask, "enable_gqa": query.shape[2] != key.shape[2]}
         if sinks is not None:
             options["return_aux"] = self._sums
-        if self._compiled is None or torch.compiler.is_compiling():  # compiled together with its block
+        # if the surrounding block is being compiled, it includes this call
+        if self._compiled is None or torch.compiler.is_compiling():
             mixed = self._attend(*heads, **options)
         else:
             mixed = self._attend_compiled(*heads, **options)
-        if sinks is not None:  # a share of the probability goes to the sink, which has no value
+        if sinks is not None:  # scale by the probability that does not go to the sink
             mixed, sums = mixed
             mixed = mixed * (sums.lse - sinks.to(sums.lse.dtype)[:, None]).sigmoid().unsqueeze(-1).to(mixed.dtype)
         out: Tensor = mixed.transpose(1, 2)
@@ -185,7 +186,7 @@ class Flex:
         """Call the compiled function, and log the time of its first call with and its first call without gradients."""
         assert self._compiled is not None
         training, started = torch.is_grad_enabled(), time.perf_counter()
-        # If a caller forces eager mode, attention would hold all scores in memory.
+        # Compile even if a caller forces eager mode, because uncompiled attention holds all scores in memory.
         with compilable(), torch.compiler.set_stance("default"):
             mixed = self._compiled[training](*heads, **options)
         if training not in self._done:
@@ -232,7 +233,7 @@ def compilable() -> AbstractContextManager[None]:
     In these modes Dynamo would run the function uncompiled, with all scores in memory at once. Without the modes, the
     backward of a checkpointed block always computes attention again, even if the block stores other results.
     """
-    # Private, so a test checks it.
+    # These functions are private, so a test checks them.
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 

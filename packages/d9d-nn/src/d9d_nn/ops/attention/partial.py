@@ -157,13 +157,13 @@ def attend_backward(
 
 
 def _heads(tensor: Tensor) -> Tensor:
-    """[B, S, heads, D] as [B, heads, S, D]; fused kernels need stride 1 along the features."""
+    """Heads [B, S, heads, D] as [B, heads, S, D], with stride 1 along the features, which fused kernels need."""
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).transpose(1, 2)
 
 
 def _prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
     """Whether torch would use cuDNN's kernel for these heads [B, N, Q, D]; does not wait for the device."""
     grouped = query.shape[1] != key.shape[1]
-    # Private, so a test checks it; no public function gives this.
+    # The function is private, so a test checks it; no public function returns torch's choice.
     choice = torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=grouped)  # noqa: SLF001
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)

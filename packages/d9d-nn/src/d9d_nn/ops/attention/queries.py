@@ -57,7 +57,7 @@ class QueryRectangles:
             [B, Q, N, D], in the dtype of autocast if it is on.
         """
         device = query.device.type
-        if torch.is_autocast_enabled(device):  # autocast does not know these ops
+        if torch.is_autocast_enabled(device):  # autocast does not cast the arguments of custom ops
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         out: Tensor = _Attention.apply(query, key, value, self.numbers, self.rows, self.columns)
@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
 
 @torch.library.custom_op("d9d_nn::attention_of_queries", mutates_args=())
 def forward(query: Tensor, key: Tensor, value: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Attention in a rectangle. Slices inside, because a compiled block would copy each slice separately.
+    """Attention in a rectangle. The op slices its inputs itself: a compiled block would copy each slice separately.
 
     Args:
         query: [B, Q, N, D].
@@ -112,7 +112,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, numbers: Sequence[int]) -
     one = _rectangle(numbers)
     inputs = query[:, one.queries], key[:, one.keys], value[:, one.keys]
     out, total = partial.attend(*inputs, causal=one.causal)
-    return out.contiguous(), total.transpose(1, 2).contiguous()  # as CUDA's kernels write them
+    return out.contiguous(), total.transpose(1, 2).contiguous()  # the strides that CUDA's kernels write, see _fake
 
 
 @torch.library.custom_op("d9d_nn::attention_of_queries_backward", mutates_args=())
@@ -176,7 +176,7 @@ def _added(parts: Sequence[Tensor], pieces: Sequence[Piece]) -> Tensor:
             found.append(parts[0].new_zeros(parts[0].shape[0], length, *parts[0].shape[2:]))
         elif len(here) > 2:
             found.append(reduce(torch.add, [part.to(_wide(part)) for part in here]).to(here[0].dtype))
-        else:  # a sum of two is rounded only once in their dtype
+        else:  # a sum of two tensors is rounded only once anyway
             found.append(reduce(torch.add, here))
     return torch.cat(found, dim=1)
 

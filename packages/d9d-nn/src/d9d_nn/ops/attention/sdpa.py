@@ -17,8 +17,8 @@ from d9d_nn.ops.attention import partial
 from d9d_nn.ops.attention.queries import QueryRectangles
 from d9d_nn.ops.attention.reference import visible
 
-#: Priority, above flex's, if ranks of ``cp`` hold the queries of some positions and no document or window hides keys:
-#: then sdpa needs no mask.
+#: Priority of this backend, above flex's, if ranks of ``cp`` hold the queries of some positions and no document or
+#: window hides keys: then sdpa needs no mask.
 _QUERIES_PRIORITY = 20
 _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 

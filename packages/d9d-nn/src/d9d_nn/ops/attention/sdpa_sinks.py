@@ -76,7 +76,7 @@ class SinkSdpa:
         scores = scores.expand(*scores.shape[:-3], heads, *mask.shape[-2:])  # [B, N, Q, S] or [N, Q, S]
         column = sinks.to(query.dtype).view(heads, 1, 1).expand(*scores.shape[:-1], 1)
         key, value = (functional.pad(of, (0, 0, 0, 0, 0, 1)).transpose(1, 2) for of in (key, value))
-        if groups > 1:  # torch's kernels with masks accept grouped heads on a CPU only
+        if groups > 1:  # torch's kernels accept grouped heads together with a mask on a CPU only
             key, value = (of.repeat_interleave(groups, dim=1) for of in (key, value))
         mixed = functional.scaled_dot_product_attention(
             query.transpose(1, 2), key, value, attn_mask=torch.cat([scores, column], dim=-1)

@@ -57,7 +57,7 @@ class AttentionSlot(OpSlot):
         sinks: bool = False,
         mask: MaskKind = "causal",
     ) -> None:
-        assert not (sinks and softcap)  # the core refuses both at once
+        assert not (sinks and softcap)  # AttentionCore refuses sinks together with a soft cap
         options: dict[str, Any] = {"window": window, "softcap": softcap, "mask": None if mask == "causal" else mask}
         facts: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
         if value_dim not in (None, head_dim):
@@ -137,7 +137,7 @@ class AttentionSlot(OpSlot):
         self._replacement = function
 
     def prepare(self, documents: Documents, length: int, device: torch.device) -> Any:
-        """Make the mask for calls.
+        """Make the mask that calls of this slot get instead of documents, by the bound function's ``prepare``.
 
         Args:
             documents: int64 [B, S] or ``DocumentBlocks``; ``None`` if a sample is one document.
@@ -151,7 +151,7 @@ class AttentionSlot(OpSlot):
         if self._share is None:
             return self._prepare(documents, length, device)
         self._check(self.backend, self.function)
-        # On the host, to find hidden keys without waiting for the device.
+        # Positions are computed on the host, so that hidden keys are found without waiting for the device.
         queries = _runs(self._share.own(torch.arange(length).unsqueeze(0)).squeeze(0))
         return self.function.prepare_queries(documents, queries, length, device)  # type: ignore[attr-defined]
 

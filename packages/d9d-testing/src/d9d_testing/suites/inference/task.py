@@ -90,7 +90,7 @@ class InferenceTaskSuite(ComponentSuite):
         assert not tensors, f"values of {tensors} are tensors; return JSON values or lists of numbers, as of tolist()"
 
     def test_rows_of_a_sample_do_not_depend_on_the_others(self) -> None:
-        """A microbatch with fillers gives the same rows, and no state is kept between microbatches."""
+        """A sample gives the same rows next to fillers or other samples; the task keeps no state of microbatches."""
         task = self.ready()
         count = len(self.case()[1]["rows"])
         whole = self.rows(task, slice(None))

@@ -46,13 +46,13 @@ class WriterSuite(ComponentSuite):
         raise AssertionError(f"{type(self).__name__} must override read(); return the columns of {path}")
 
     def test_the_suffix_begins_with_a_dot(self) -> None:
-        """The suffix is appended to the name of the output."""
+        """The suffix begins with a dot, because it is appended to the name of the output."""
         suffix = self.build().suffix
         assert suffix.startswith("."), f"suffix is {suffix!r}; begin it with a dot"
         assert os.sep not in suffix
 
     def test_parts_are_joined_in_order_and_read_back(self, tmp_path: Path) -> None:
-        """The order in which parts are written does not matter."""
+        """Parts that are written in any order are joined in the order of their rows, and read back equal."""
         writer = self.build()
         for number, cuts in enumerate(self.cuts):
             rows = self.read(self.joined(writer, tmp_path / str(number), cuts))
@@ -77,7 +77,7 @@ class WriterSuite(ComponentSuite):
             assert content == first[1], f"parts cut at {cuts} give other bytes than those cut at {first[0]}"
 
     def test_a_part_is_written_again_with_the_same_bytes(self, tmp_path: Path) -> None:
-        """Equal rows give equal files, without times or random numbers."""
+        """Equal rows give byte-identical files, so files contain no times or random numbers."""
         writer = self.build()
         contents = []
         for name in ("first", "second"):

@@ -61,7 +61,7 @@ class DispatcherSuite:
             self.check(ranks, [replace(case, name=name) for name, case in _corners(ranks).items()])
 
     @given(data=st.data())
-    # No shrinking, because it would start a world for each attempt.
+    # Failing examples are not shrunk, because each attempt would start a world.
     @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=_PHASES)
     def test_any_routing_gives_the_sum_of_its_experts(self, data: Any) -> None:
         """Outputs and gradients match the reference for random lengths, numbers of experts, favourites and limits."""
@@ -82,7 +82,7 @@ class DispatcherSuite:
     # --- helpers for subclasses
 
     def check(self, ranks: int, cases: Sequence[Case]) -> None:
-        """Compare each case with the sum over experts in one process."""
+        """Run each case on a world, and compare it with the sum over experts in one process."""
         for dtype, results in self.run(ranks, cases).items():
             within = TOLERANCES[getattr(torch, dtype)]
             # The gradient of a routing weight is a sum over all features of a row, whose terms may nearly cancel.

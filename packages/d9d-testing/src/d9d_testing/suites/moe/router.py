@@ -131,7 +131,7 @@ class RouterSuite:
                 assert tokens.grad.isfinite().all(), f"{name}: gradients of tokens times {factor}"
 
     def test_gradients_reach_tokens_and_every_parameter(self) -> None:
-        """Weights carry gradients, because a router learns through them."""
+        """Gradients of the weights reach tokens and every parameter, because a router learns through them."""
         for name, router in self.routers():
             tokens = _tokens().requires_grad_()
             weights = router(tokens).weights
@@ -170,7 +170,7 @@ class RouterSuite:
             pytest.skip("no settings with a capacity")
 
     def test_the_same_tokens_choose_alike(self) -> None:
-        """The choice does not depend on the split into samples, nor on saving and loading the state."""
+        """The chosen experts do not depend on the split of tokens into samples, nor on saving and loading the state."""
         for name, router in self.routers():
             torch.manual_seed(1)
             loaded = self.make(name)

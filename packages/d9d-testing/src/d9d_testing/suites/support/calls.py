@@ -50,7 +50,7 @@ def attention(
     packed: bool,
     mask: str = "causal",
 ) -> Call:
-    """Call of ``attention`` or ``attention_block``; ``packed`` samples hold two documents, of a ``mask`` kind."""
+    """Call of ``attention`` or ``attention_block``; ``packed``: samples hold two documents; ``mask``: its kind."""
     inputs = {
         "query": draw(samples, length, query_heads, features, seed=0),
         "key": draw(samples, length, heads, features, seed=1),
@@ -58,7 +58,7 @@ def attention(
     }
     if packed:
         inputs["documents"] = (torch.arange(length) >= length // 3).long() + torch.zeros(samples, length).long()
-    if mask == "blocks":  # runs of positions, of which each third is outside of blocks
+    if mask == "blocks":  # every third run of positions is outside of blocks (-1)
         inputs["blocks"] = (draw(samples, length, seed=6) > 0.8).long().cumsum(1) % 3 - 1
     static = {"query_heads": query_heads, "key_value_heads": heads, "head_dim": features, "window": window}
     kind = {"causal": True} if mask == "causal" else {"causal": False, "mask": mask}

@@ -111,7 +111,7 @@ def is_poisoned(tensor: Tensor) -> bool:
     """Whether a tensor still contains values of :func:`poison`."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
-    # Both values of a bool may be intended.
+    # A bool cannot be poisoned: initialisation may give both values.
     return tensor.dtype != torch.bool and bool((tensor == poison_value(tensor)).any())
 
 

@@ -81,7 +81,7 @@ def _attentions() -> Sequence[Call]:
         calls.attention(1, 1, 2, 2, 8, None, False),
         calls.attention(1, 17, 3, 1, 16, 5, False),
         calls.attention(3, 9, 6, 3, 8, 4, True),
-        # Several blocks of a kernel, with heads as large as in models.
+        # Calls with several blocks of a kernel, and with heads as large as in models.
         calls.attention(1, 150, 2, 1, 64, None, False),
         calls.attention(2, 140, 4, 2, 32, None, True),
         calls.attention(1, 130, 2, 2, 32, 70, True),
@@ -130,7 +130,7 @@ def _invoke_attention_blocks(slot: OpSlot, call: Call) -> Tensor:
 
 
 def _documents(call: Call) -> Any:
-    """Documents of a call of attention, with the blocks of a call of this kind."""
+    """Documents of a call of attention; if its mask is of kind ``blocks``, together with its blocks."""
     documents, blocks = call.inputs.get("documents"), call.inputs.get("blocks")
     if blocks is None:
         return documents
@@ -260,7 +260,8 @@ def _linear_cross_entropies() -> Sequence[Call]:
 
 def _linear_cross_entropy_at_random(random: Random) -> Call:
     shape = [random.randint(0, 9) for _ in range(random.randint(1, 2))]
-    features, words = 8 * random.randint(1, 6), random.choice((*_SIZES[1:], 1025))  # a single class is certain
+    # not 1: with one token id, every loss is zero
+    features, words = 8 * random.randint(1, 6), random.choice((*_SIZES[1:], 1025))
     return calls.linear_cross_entropy(shape, features, words, spread=features**-0.5)
 
 
@@ -285,7 +286,7 @@ def _permutation_op(op: str) -> Op:
 
 def _adamw(parameters: Mapping[str, nn.Parameter]) -> Any:
     config = Ref("d9d_optim.optimizer.config:AdamWConfig").load()
-    # A large eps, because squares of small gradients underflow in float16.
+    # The eps is large, because squares of small gradients underflow in float16.
     return Ref("d9d_optim.optimizer.adamw:AdamW").load()(config(lr=0.1, weight_decay=0.1, eps=0.1), parameters)
 
 

@@ -34,7 +34,7 @@ def set_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
 
 
 def stepped(optimizer: Any, parameters: Mapping[str, nn.Parameter], steps: Iterable[int], device: str) -> None:
-    """Run the steps with the given numbers, with an open gate."""
+    """Set gradients and run the optimizer, with an open gate, for each of the given step numbers."""
     for step in steps:
         set_gradients(parameters, step)
         optimizer.step(torch.tensor(True, device=device))
@@ -73,7 +73,7 @@ def sharded_steps(address: Sequence[Any], shapes: Mapping[str, Sequence[int]], d
 def _full(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.dtype in (torch.int16, torch.uint16):  # gloo cannot gather them
+    if tensor.dtype in (torch.int16, torch.uint16):  # gloo cannot gather 16-bit integers
         whole: Tensor = tensor.to(torch.int32).full_tensor()  # type: ignore[attr-defined]
         return whole.to(tensor.dtype)
     return tensor.full_tensor()

@@ -39,7 +39,7 @@ class Replicas:
     def __init__(self, _config: ReplicasConfig) -> None: ...
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:  # noqa: ARG002 - the signature of a strategy
-        """Name the whole stage, because every strategy must change a module."""
+        """Report the whole stage as changed, because a strategy that changes no module is an error."""
         return Applied(modules=("",), collectives=no_collectives)
 
 
@@ -61,7 +61,7 @@ class Interruption(Exception):  # noqa: N818 - raised on purpose
 
 
 class Interrupts:
-    """Observer that ends a run at the end of a step."""
+    """Observer that raises :class:`Interruption` at the end of a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
