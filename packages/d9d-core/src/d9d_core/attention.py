@@ -16,11 +16,11 @@ function lists the kinds that it computes::
 
 The kinds:
 
-- ``causal``: its own and earlier positions.
-- ``bidirectional``: all positions, as in encoders (Devlin et al. 2019, "BERT", section 3).
-- ``blocks``: earlier positions, and all positions of its own block: of an image, or of a prefix (Raffel et al. 2020,
-  "T5", section 3.2.1; Beyer et al. 2024, "PaliGemma", section 3.2). A microbatch gives the blocks by
-  :class:`DocumentBlocks`; without blocks, the mask is causal.
+- ``causal``: a query sees its own and earlier positions.
+- ``bidirectional``: a query sees all positions, as in encoders (Devlin et al. 2019, "BERT", section 3).
+- ``blocks``: a query sees its own and earlier positions, and all positions of its own block, such as an image or a
+  prefix (Raffel et al. 2020, "T5", section 3.2.1; Beyer et al. 2024, "PaliGemma", section 3.2). A microbatch gives the
+  blocks by :class:`DocumentBlocks`; without blocks, the mask is causal.
 
 An op slot of attention (:class:`d9d_core.kernel.OpSlot`) states its kind in its static facts: ``causal`` is true for
 the kind ``causal`` only, and ``mask`` names any other kind. A kernel function lists its kinds in the attribute
@@ -88,7 +88,7 @@ def mask_facts(kind: MaskKind) -> dict[str, Any]:
 
 
 def mask_refusal(static: Mapping[str, Any], *computed: MaskKind) -> str | None:
-    """Reason why a backend of these kinds of masks refuses a slot; ``None`` if it computes the slot's kind."""
+    """Reason why a backend that computes only the kinds ``computed`` refuses a slot; ``None`` if it does not refuse."""
     kind = mask_kind(static)
     if kind in computed:
         return None

@@ -50,11 +50,13 @@ __all__ = [
 
 #: Path of keys and indices to a value in a job file.
 Location = tuple[int | str, ...]
-#: Largest whole number: tensors and clocks use 64-bit integers.
+#: Largest integer that a config accepts: tensors and clocks use 64-bit integers.
 _LARGEST = 2**63 - 1
-#: Address after conversion by ``pathlib``, which drops a slash. Drives of Windows, of one letter, do not match.
+#: Address such as ``s3:/bucket``, from which ``pathlib`` has dropped a slash. Windows drives, which have one letter, do
+#: not match.
 _ADDRESS_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-#: Smallest similarity with which a field of the same section is a better hint than d9d's word for another tool's word.
+#: Similarity from which an unknown field gets the most similar field of its section as hint. A less similar one gets
+#: the field of d9d that stands for it in the table of other tools' words, if the table has it.
 _ALIKE = 0.75
 _NO_ADDRESS = "an address is not supported here; give a local path, such as one where the storage is mounted"
 
@@ -131,7 +133,7 @@ def _refused_values(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> I
     elif type(read) is int and abs(read) > _LARGEST:
         yield line_error("too_large", f"a whole number has at most 64 bits, up to {_LARGEST}", loc, given)
     elif len(loc) > 1 and type(read) is float and not math.isfinite(read):
-        # Only a field's type separates the text "inf", which stands for infinity in saved jobs, from other text.
+        # A saved job writes infinity as the text "inf", which only a field's type turns back into a number.
         yield line_error("not_finite", "input should be a finite number", loc, given)
     elif isinstance(read, Path) and (is_address(str(given)) or _ADDRESS_AS_PATH.match(str(given))):
         yield line_error("an_address", _NO_ADDRESS, loc, given)
@@ -163,7 +165,7 @@ class Section(BaseModel):
     A field that accepts infinity is declared ``Annotated[float, Field(allow_inf_nan=True, gt=0)]``.
     """
 
-    # Numbers are finite unless a field accepts others; these are dumped as constants, not as null.
+    # A field refuses infinity and NaN unless it accepts them; JSON dumps write them as constants, not as null.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -192,7 +194,7 @@ class Section(BaseModel):
     @classmethod
     def _reword(cls, line: Any, info: ValidationInfo) -> InitErrorDetails:
         kind, text, loc = line["type"], line["msg"], line["loc"]
-        # Nested sections have already reworded their own lines, which have longer locations or our own error type.
+        # A nested section has already reworded its own errors: their locations are longer, or their types are d9d's.
         if kind == "extra_forbidden" and len(loc) == 1:
             kind, text = "unknown_field", f"not a field of {cls._owner(info)}; {cls._hint(str(loc[0]))}"
         elif kind == "missing" and len(loc) == 1:
@@ -243,7 +245,7 @@ class PartConfig(PluginConfig):
 
     match: tuple[str, ...] = ()
     """Patterns of the names of modules that the strategy acts on, with all that they contain, such as `layers.*.ffn`;
-    empty: the whole model. A job may then have several entries of the strategy, for different modules."""
+    empty: the whole model. With patterns, a job may have several entries of the strategy, for different modules."""
 
 
 class ModelConfig(PluginConfig):

@@ -53,8 +53,8 @@ class Share:
         return self.samples * self.length / self.context
 
 
-#: Kinds of parameters, which fine-tuning methods select by: matrices of linear layers, embedding tables, output
-#: projections, stacks with one matrix per expert, and all others.
+#: Kinds of parameters, by which fine-tuning methods select: matrices of linear layers, embedding tables, output
+#: projections (``head``), stacks with one matrix per expert (``bank``), and all others.
 WeightKind = Literal["linear", "embedding", "head", "bank", "other"]
 
 
@@ -260,8 +260,8 @@ class StrategyCost:
         gathers: how often a block's full parameters are all-gathered in the compute dtype for a forward and a backward:
             ``never``; ``once``, if they are kept from forward to backward; or ``twice``.
         reduces: when gradients are reduced over data-parallel ranks. ``each``: during the backward of each microbatch.
-            ``replicas_last``: to shards in each microbatch, over replicas in the last one. ``last``: during the
-            backward of the last microbatch; full gradients are kept until then.
+            ``replicas_last``: reduce-scattered in each microbatch, all-reduced over replicas in the last one. ``last``:
+            during the backward of the last microbatch; full gradients are kept until then.
         in_place: whether, if each of ``dp_shard``, ``cp`` and ``pp`` has one rank, nothing is gathered or copied and
             gradients are reduced in place, during the backward of the last microbatch.
         compute_width, reduce_width: bytes per element of parameters in computation, and of gradients in reductions.

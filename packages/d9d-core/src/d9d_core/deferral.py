@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 __all__ = ["Deferral", "DeferredWeights"]
 
 _Item = tuple[GradientEdge, Callable[[], Tensor]]
-#: Bytes of weight gradients to compute before they are added to the parameters' gradients.
+#: Size in bytes from which one autograd call adds computed weight gradients to the parameters' gradients.
 _TOGETHER = 32 * 2**20
 
 

@@ -56,7 +56,7 @@ class DeprecatedNameWarning(FutureWarning):
 
 @dataclass(frozen=True, slots=True)
 class Deprecated:
-    """Old name of a module.
+    """Deprecation of one name in a module, which still serves it.
 
     Attributes:
         target: ``"package.module:attribute"``, the object that the old name still means; imported when it is used.
@@ -82,7 +82,7 @@ class Deprecated:
 
 
 class DeprecatedNames:
-    """Function ``__getattr__`` of a module that serves its old names.
+    """Function for a module's ``__getattr__``: serves the old names of the module, with a warning.
 
     Args:
         module: name of the module.
@@ -148,7 +148,7 @@ def _warn(name: str, use: str, ends: str) -> None:
     module = str(frame.f_globals.get("__name__", ""))
     package = module.partition(".")[0]
     home = sys.modules.get(package)
-    # The registry in which the module warnings itself records the warnings that a module has caused.
+    # Use the registry in which Python's `warnings` records the warnings that a module has caused.
     registry = (frame.f_globals if home is None else vars(home)).setdefault("__warningregistry__", {})
     key = (DeprecatedNameWarning, name)
     if key in registry:

@@ -33,7 +33,7 @@ class Attempt:
     Attributes:
         index: index of this replica; it runs the microbatches m of each rank with ``m % count == index``.
         replicas: names of the replicas, in the order of their indices.
-        key: text that is equal in all replicas of this attempt, and in no attempt of other replicas.
+        key: text that is equal in all replicas of this attempt; an attempt of another set of replicas has another key.
         source: name of the replica whose state this one has just taken; ``None`` if it kept its own.
     """
 

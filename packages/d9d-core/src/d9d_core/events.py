@@ -1,14 +1,14 @@
 """Events of the training loop for subscribers: frozen, delivered in order.
 
     EventsReady         a subscriber can emit its own events
-    JobConfigured       the job is validated; nothing is built
+    JobConfigured       the job is validated; nothing is built yet
     ModelPlanned        the model is assembled on the meta device
     DataReady           the data stream is open
     ModelReady          the model is built and initialised; no checkpoint is loaded yet
     OptimizerReady      the optimizer and its state exist
     ForwardReady        handlers of TrainingStarts and later events can run the model on their own data
     TrainingStarts      weights, data position and counters are final; the first step follows
-    AttemptStarts       replicas that share a step have met; only with elastic replicas
+    AttemptStarts       the replicas that share a step have agreed to attempt it; only with elastic replicas
     StepStarts          the step's pack (its microbatches on this rank) is on the device
       ForwardBackwardStarts, ForwardBackwardEnds
       OptimizerStepStarts, OptimizerStepEnds
@@ -18,7 +18,7 @@
     CheckpointStarts, CheckpointSaved
     SleepStarts, SleepEnds, WakeStarts, WakeEnds
                         the trainer's device memory is released, and later restored
-    TrainingFinished    all steps are done
+    TrainingFinished    all steps are done, or a subscriber ended the run early
     TrainingStopped     interrupted; the state is saved
     TrainingFailed      an exception ends the run; it is raised again after this event
 
@@ -91,7 +91,8 @@ class StepResult:
     Attributes:
         loss: float32 0-d, the weighted loss over the full batch.
         terms: loss term -> its mean before the coefficient is applied.
-        grad_norm: float32 0-d, gradient norm before clipping; the mean over replicas that take their own steps.
+        grad_norm: float32 0-d, gradient norm before clipping; if replicas take their own optimizer steps, the mean of
+            their norms.
         finite: bool 0-d; where false, the step left the training state unchanged.
         tokens: 0-d, tokens (or samples) of the step over all ranks.
         stop: bool 0-d, whether any rank was asked to stop.
@@ -118,7 +119,7 @@ class EventsReady:
 
 @dataclass(frozen=True, slots=True)
 class JobConfigured:
-    """The job is validated; nothing is built."""
+    """The job is validated; nothing is built yet."""
 
     job: BaseJob
 
@@ -193,7 +194,8 @@ class AttemptStarts:
     """An attempt at step ``step`` (0-based) begins, in a job with elastic replicas (:mod:`d9d_core.elastic`).
 
     If a replica is lost during the attempt, it is undone: AttemptStarts, StepStarts and the events of the forward and
-    backward follow again for the same step. If this replica takes another one's state, steps are left out.
+    backward follow again for the same step. If this replica takes the state of a replica that is ahead, the steps
+    between them have no events here.
     """
 
     step: int
@@ -324,7 +326,7 @@ class WakeEnds:
 
 @dataclass(frozen=True, slots=True)
 class TrainingFinished:
-    """All steps are done, saved and exported."""
+    """The run is finished: all steps are done, or a subscriber ended it early; it is saved and exported."""
 
     step: int
 

@@ -25,7 +25,7 @@ _OWN = (*_FOUNDATION, "pluggy", "importlib")
 
 
 def describe(error: D9dError) -> str:
-    """Text of an error for the user: message lines, notes, and before them the traceback of a plugin that caused it."""
+    """Text of an error for the user: the traceback of a plugin that caused it, if any; message lines; notes."""
     origin = "" if error.origin is None else _foreign_traceback(error.origin)
     lines = [f"error: {line}" for line in str(error).splitlines()]
     return origin + "\n".join([*lines, *getattr(error, "__notes__", ())])
@@ -69,7 +69,7 @@ def source_of(error: BaseException) -> str | None:
         for candidate in installed.scan()
         if candidate.origin.distribution not in FOUNDATION
     }
-    # The innermost frame of a plugin, even if the exception comes from a library that the plugin calls.
+    # Take the innermost frame of a plugin, even if a library that the plugin calls raised the exception.
     frame, line = next((found for found in reversed(frames) if _package(found[0]) in plugins), frames[-1])
     where = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
     origin = plugins.get(_package(frame))
@@ -96,5 +96,5 @@ def _package(frame: FrameType) -> str:
 
 
 def _is_between(frame: FrameType) -> bool:
-    # Python's own frames, and frames of the module that loads plugins' references.
+    # Such frames belong to Python's library, or to the module that loads plugins' references.
     return _package(frame) in sys.stdlib_module_names or frame.f_globals.get("__name__") == ref.__name__

@@ -57,9 +57,10 @@ class DataRanks(Protocol):
 
 @runtime_checkable
 class TwoPassTask(Protocol):
-    """Optional protocol of a :class:`~d9d_core.task.Task`: a first forward over a step's microbatches, no gradients.
+    """Optional protocol of a :class:`~d9d_core.task.Task` that needs a first forward, without gradients, in each step.
 
-    The first pass adds tensors to the microbatches, for the task's ``losses`` and ``observations``. The added tensors
+    The forward runs over all microbatches of the step and adds tensors to them, for the task's ``losses`` and
+    ``observations``. The added tensors
     exist only on ranks that hold the last pipeline stage, so ``weights``, ``count`` and ``inputs`` must not read them.
     Evaluations make a first pass too.
     """

@@ -13,7 +13,7 @@ class Health:
 
     Attributes:
         ok: whether the check passed; if not, the exit status of ``d9d doctor`` is 1.
-        message: text about the machine, in a line.
+        message: result of the check, in one line.
         advice: remedy of a problem; a check that passed with advice is shown as a warning.
     """
 

@@ -82,7 +82,7 @@ class InferenceTask(Protocol):
         ...
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Make rows of the kept tensors of a microbatch, now in host memory. Called in a thread during computation.
+        """Make rows of the kept tensors of a microbatch, now in host memory. Called in a thread while forwards run.
 
         Args:
             kept: tensors [b, ...] of the b real samples, without samples that only fill up the last batch. The tensor
@@ -120,7 +120,7 @@ class ReadsModules(Protocol):
 
 @runtime_checkable
 class ReadsTexts(Protocol):
-    """Optional protocol of an :class:`InferenceTask` whose head was trained with certain tokens of a text as inputs."""
+    """Optional protocol of an :class:`InferenceTask` that needs the same tokens of a text as inputs as in training."""
 
     @property
     def text_inputs(self) -> TextInputs:
@@ -177,7 +177,7 @@ class ContinuesRows(Protocol):
         ...
 
     def logits(self, outputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Logits [B, S, V] from the model's outputs; ``None``, if there are none, makes every rank raise an error."""
+        """Logits [B, S, V] from the model's outputs; ``None`` if it has none, so that every rank raises an error."""
         ...
 
 

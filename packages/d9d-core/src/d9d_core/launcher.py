@@ -14,8 +14,8 @@ Start here: :class:`Launcher` has five methods, which ``d9d launch`` calls::
 
 Each process of a job ends with one of these statuses, whatever engine started it: :data:`EXIT_FINISHED`,
 :data:`EXIT_STOPPED` and :data:`EXIT_FAILED`. A launcher restarts a job, which then continues from its newest
-checkpoint, after every status but 0 and 2. The files in the run's directory say the same: ``finished.json``,
-``stopped.json`` and ``failed.json``.
+checkpoint, after every status but 0 and 2. A file in the run's directory states the same outcome: ``finished.json``,
+``stopped.json`` or ``failed.json``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 EXIT_FINISHED = 0
 #: Exit status of an error in the job, its data or its environment. A restart would repeat the error.
 EXIT_FAILED = 2
-#: Exit status after a stop request, with all progress saved. A restart continues. ``EX_TEMPFAIL`` of sysexits.h.
+#: Exit status after a stop request, with all progress saved; a restart continues. ``EX_TEMPFAIL`` of sysexits.h.
 EXIT_STOPPED = 75
 
 #: State of a submission: waits for machines or a restart; runs; ended; or the engine no longer knows it.

@@ -126,8 +126,8 @@ class Metric(Protocol):
 class StageMetric(Protocol):
     """Metric over the tallies that a model's modules count in their forward (:class:`d9d_core.traits.HasTallies`).
 
-    Its ``update`` receives tallies instead of the task's observations: ``"<module name>/<tally>"`` -> tensor, of a
-    microbatch in one pipeline stage at a time.
+    Its ``update`` receives tallies instead of the task's observations: ``"<module name>/<tally>"`` -> tensor. Each call
+    has the tallies of one microbatch in one pipeline stage.
     """
 
     def attach(self, stage: nn.Module) -> None:

@@ -278,7 +278,8 @@ class SplitsContext(Protocol):
     def split_context(self, share: ContextShare) -> None:
         """From now on, expect this rank's positions: inputs are [B, S / cp], but ``documents`` is [B, S].
 
-        Attention masks cover all S positions; attention cores are told separately at which positions their queries are.
+        Attention masks cover all S positions; attention cores learn from :meth:`SharesAttention.see_queries` at which
+        positions their queries are.
 
         Raises:
             BuildError: the stage computes something that needs all positions.
@@ -361,5 +362,5 @@ class GathersLatents(Protocol):
         ...
 
     def gather_by(self, share: ContextShare) -> None:
-        """From now on, gather latents of all positions with the share; all latents together, in one call."""
+        """From now on, gather the latents of all positions by ``share.gather``, in one call for all latents."""
         ...

@@ -221,13 +221,14 @@ class Reducer(Protocol):
 
 
 class Meetings(Protocol):
-    """Meetings, after which replicas that take their own optimizer steps are equal; for :attr:`Applied.meetings`.
+    """Meetings: steps after which replicas with their own optimizer steps get equal parameters, as in local SGD.
 
     Between two meetings, each replica trains with the gradients, gradient norm and optimizer state of its own samples.
     If a step is not finite in one replica, no replica takes it. At a meeting, the parameters of all replicas become
-    equal; optimizer states stay different. A checkpoint keeps the parameters (except after a meeting) and the optimizer
-    state of every replica, so a run may be saved and stopped after any step. Evaluations and exports between two
-    meetings use the mean of the replicas' parameters, and do not change the training.
+    equal; optimizer states stay different. A checkpoint keeps the optimizer state of every replica and, unless they are
+    equal after a meeting, the parameters of every replica, so a run may be saved and stopped after any step.
+    Evaluations and exports between two meetings use the mean of the replicas' parameters, and do not change the
+    training.
     """
 
     def start(self) -> None:
@@ -270,8 +271,8 @@ class Applied:
         on_host: names of the parameters in host memory, on any device.
         unmatched: settings that this stage has no match for, such as a pattern of parameter names -> error text, raised
             if no other stage has a match either.
-        sequence_ranks: ranks over which positions of hidden states are split, also at stage boundaries; the model is a
-            :class:`~d9d_core.model.SplitsSequence`.
+        sequence_ranks: number of ranks over which positions of hidden states are split, also at stage boundaries; if
+            above 1, the model is a :class:`~d9d_core.model.SplitsSequence`.
         cuda_graphs: whether the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the
             next step begins; a job whose layout needs them longer is refused.
         outside_graph: qualified names of the modules whose ops run outside compiled graphs even if the code around them
@@ -311,7 +312,7 @@ class Strategy(Protocol):
     """Parallel strategy: changes a built stage in place; names of parameters do not change."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Change the stage, which is on the meta device. Collective over all ranks if it requests a mesh.
+        """Change the stage, which is on the meta device. Collective over all ranks if it requests a device mesh.
 
         Raises:
             BuildError: the stage lacks a trait or module that the strategy needs.

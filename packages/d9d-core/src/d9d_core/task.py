@@ -194,7 +194,7 @@ class Task(Protocol):
         own: Mapping[str, float] = vars(self).get("coefficients", {"loss": 1.0})
         return own
 
-    if not TYPE_CHECKING:  # for type checkers, tasks may have a read-only property
+    if not TYPE_CHECKING:  # type checkers see no setter, so that a task may have a read-only property
 
         @coefficients.setter
         def coefficients(self, value: Mapping[str, float]) -> None:
@@ -205,7 +205,7 @@ class Task(Protocol):
 
         Args:
             model: config of the model.
-            facts: facts of the data stream, possibly few; empty while a job is planned.
+            facts: facts of the data stream; any may be missing, and while a job is planned, most are.
 
         Raises:
             D9dError: model and data do not fit, for example because the data's vocabulary is larger than the model's.

@@ -104,5 +104,5 @@ class Topology(Protocol):
         ...
 
     def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
-        """Group of the ranks at ``positions`` along a base axis or, on all other ranks, of these other ranks."""
+        """Group of the ranks at ``positions`` along a base axis; on all other ranks, the group of these other ranks."""
         ...

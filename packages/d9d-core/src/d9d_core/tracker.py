@@ -45,7 +45,7 @@ Picture: TypeAlias = "Tensor"
 LONGEST_NAME = 200
 _LONGEST_TAG = 60  # bytes of a tag's value, so that three tags fit into a name
 _STEP = "step"  # column name that every tracker uses itself
-_DIGEST = 8  # hexadecimal digits
+_DIGEST = 8  # hexadecimal digits of the digest in a shortened name
 
 
 class SeriesName(str):
@@ -180,9 +180,9 @@ class TrackerRun(Protocol):
 
     Each tracker has a thread that makes all calls to it, in order. Training waits for the tracker only before a
     checkpoint, at most ten seconds each for ``flush`` and ``state`` (thirty while the run opens), and at most thirty
-    seconds at the end of the run. After a call of more than two seconds, the limit is 0.2 s until the tracker is faster
-    again. The checkpoint stores numbers, texts and histograms that a tracker has not flushed by then. A resumed run
-    opens the tracker with an earlier ``resumed_step`` and writes them again.
+    seconds at the end of the run. After a call of more than 0.2 s, it does not wait for the tracker until its calls are
+    faster again. The checkpoint stores numbers, texts and histograms that a tracker has not flushed by then. A resumed
+    run opens the tracker with an earlier ``resumed_step`` and writes them again.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

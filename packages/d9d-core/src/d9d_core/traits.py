@@ -52,7 +52,8 @@ class TensorStyle(StrEnum):
         VOCAB: weight [vocabulary, features] split over the vocabulary: an embedding, or a head that has
             :class:`~d9d_core.model.SplitsVocabulary`.
         SEQUENCE: weight replicated, tokens split over the sequence; weight gradients are partial sums.
-        HEADS: all parameters split over their first dimension, which heads share evenly; a rank computes its own heads.
+        HEADS: all parameters split over their first dimension, in which each head has an equal share; a rank computes
+            its own heads.
         PARTIAL: weight replicated, applied to a rank's own heads; weight gradients are partial sums.
         WHOLE: weight replicated, the whole sequence on every rank; all ranks compute the same.
         GATHERED: weights replicated, for attention that cannot be split: the module receives all positions in its first

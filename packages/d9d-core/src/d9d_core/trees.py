@@ -184,7 +184,7 @@ def _mapped(function: Callable[..., Any], tree: Tree, others: Sequence[Tree], pa
 
 
 def _along(function: Callable[..., Any], dims: Tree, trees: tuple[Tree, ...], path: Path) -> Tree:
-    """Call a function for each path with its dimension and leaves; a dimension holds for all branches below it."""
+    """Call a function for each leaf, with its dimension and path; a dimension holds for all branches below it."""
     of = _branches(dims)
     branches = _branches(trees[0])
     if branches is None or of is None:

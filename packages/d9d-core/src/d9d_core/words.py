@@ -18,7 +18,7 @@ __all__ = ["Row", "find"]
 
 #: Entry of :attr:`Row.words` that stands for any text or number.
 ANY = "*"
-#: Characters that tell a piece of a job file, such as ``parallel: [fsdp]``, from the name of a field.
+#: Characters that distinguish a piece of a job file, such as ``parallel: [fsdp]``, from the name of a field.
 _PIECE = re.compile(r"[\[{ ]")
 #: Beginnings of commands and options.
 _COMMANDS = ("d9d ", "--")
@@ -31,7 +31,7 @@ class Row:
     Attributes:
         words: spellings as in the other tools; ``*`` stands for any text or number.
         ours: place in the job file, piece of a job file, name of a component, or command; ``None`` if there is none.
-        note: further explanation; what to do instead if there is none.
+        note: further explanation; if ``ours`` is ``None``, advice on what to do instead.
         at: place where the words are typed: ``field`` of any section, ``field of SECTION``, ``field of a component``,
             ``value of FIELD``, a kind of component such as ``strategy``, ``command``, ``command GROUP``, ``option``,
             ``option COMMAND``, or ``kind of new job``.

@@ -63,7 +63,7 @@ def reduce_fsdp_gradients(root: FSDPModule) -> None:
     if hasattr(shared, "manual_backward_finalization_active"):  # newer than 2.11: reduce at the end of the backward
         shared.manual_backward_finalization_active = False
     with torch.no_grad():
-        # The callback that autograd runs at the end of a backward: it runs the pending `post_backward` of all units.
+        # Call what autograd calls at the end of a backward: it runs the pending `post_backward` of all units.
         state._root_post_backward_final_callback()  # noqa: SLF001
 
 

@@ -23,7 +23,7 @@ def new_figure(width: float, height: float) -> Figure:
     Raises:
         PluginError: matplotlib is not installed or cannot be imported.
     """
-    # Figure instead of pyplot: no global state, no window system.
+    # Use Figure, because pyplot has global state and may need a window system.
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

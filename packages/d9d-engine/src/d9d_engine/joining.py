@@ -97,8 +97,8 @@ class JoinsProcesses(LoadedJob):
         """
         env = env or ProcessEnv.from_environment(os.environ)
         if self.mesh.world_size != env.world_size:
-            self.check_layout(env.world_size)  # raises, and lists further problems of the layout
-        if env.num_nodes * env.local_world_size == env.world_size:  # otherwise machines have unequal numbers
+            self.check_layout(env.world_size)  # always raises; the error lists all problems of the layout
+        if env.num_nodes * env.local_world_size == env.world_size:  # all machines have equal numbers of processes
             require_whole_groups(self.mesh.tp, env.num_nodes, env.local_world_size)
         from d9d_engine.distributed.determinism import prepare_determinism
         from d9d_engine.distributed.devices import device_of, load_kernels_eagerly, share_hardware_queues

@@ -34,7 +34,7 @@ def require_whole_groups(tp: int, nodes: int, processes: int) -> None:
 
 @contextmanager
 def sizes_named(needed: int, nodes: int, processes: int, option: str) -> Iterator[None]:
-    """Add to an error about the number of processes which options give the number that the mesh needs.
+    """Extend an error about the number of processes by the options that start as many processes as the mesh needs.
 
     Args:
         needed: number of processes that the mesh needs.

@@ -185,7 +185,7 @@ def build_stages(
     schedule: LoopSchedule | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Stages:
-    """Build the stages of a model on the meta device, without values. The same on all ranks.
+    """Build the stages of a model on the meta device, without values. All ranks build the same stages.
 
     Args:
         build: stage -> module with the trait ``LateInit`` in each module with parameters.
@@ -222,7 +222,7 @@ class OwnLoop:
         autocast: autocast dtype of the forward; ``None`` disables autocast.
         kernels: op -> name of its backend; other ops get the backend that a job would choose.
         unsplittable: names of the modules whose backward cannot be split, such as compiled or checkpointed blocks.
-        microbatch_size: samples of a microbatch, which number the random draws of dropout.
+        microbatch_size: number of samples in a microbatch, from which the seeds of dropout are derived.
         seed: seed of initial weights and dropout.
         registry: registry with the kernels; by default, the installed plugins.
 
@@ -353,7 +353,7 @@ class OwnLoop:
         return self._clipper.clip(loss, sum(self._task.count(microbatch) for microbatch in own))
 
     def end_step(self) -> None:
-        """Finish a step after the optimizer's: copy tied parameters, adapt routers, and drop the gradients.
+        """Finish a step, after the step of the optimizer: copy tied parameters, adapt routers, and drop the gradients.
 
         Collective over the ranks that share tied parameters or counts.
         """
@@ -375,7 +375,7 @@ class OwnLoop:
         return [microbatch if self._split is None else self._split(microbatch) for microbatch in pack]
 
     def _check_counts(self, count: int) -> None:
-        """Compare the number of microbatches over all ranks; only in the first step, because the host waits."""
+        """Check that all ranks have the same number of microbatches; only in the first step, because the host waits."""
         if self.topology.world_size == 1:
             return
         bounds = torch.tensor([count, -count], device=self.topology.device)

@@ -264,7 +264,9 @@ def _slurm(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
 def _nodes(
     environ: Mapping[str, str], env: tuple[int, int, int, int], rank: str, counts: Iterable[str]
 ) -> tuple[int, int]:
-    """Number of this machine and number of machines, from variables or else from equal numbers of processes on all.
+    """Number of this machine and number of machines, from variables.
+
+    Without these variables, all machines are assumed to have equal numbers of processes.
 
     Args:
         environ: environment variables.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from d9d_core.plugin import CommandSpec, Ref, hookimpl
 
 D9D_API = 2
-#: Without torch (such as in a CI that only checks job files), records that require this are refused with a hint how to
-#: install it.
+#: Requirement of plugin records that need torch. Without torch (as in a CI that only checks job files), using such a
+#: record is an error that says how to install torch.
 TORCH = frozenset({"import:torch"})
 
 

@@ -35,7 +35,7 @@ DOCUMENTATION = (
     "Documentation: docs/index.md of the repository; 'uv run mkdocs serve' shows it as a site. "
     "docs/words.md lists the words of other tools, such as learning_rate, with d9d's."
 )
-#: Error numbers of the operating system that mean that a command cannot write to a place; its code is not at fault.
+#: Numbers of system errors which mean that a file or directory cannot be written; they are printed without traceback.
 _OF_THE_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR)
 app = typer.Typer(
     name="d9d",
@@ -59,7 +59,7 @@ def run() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper):  # plugins' texts may hold characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Not app(): typer would replace the hook that prints tracebacks.
+    # Do not call app(): typer would replace the hook that prints tracebacks.
     command = typer.main.get_command(app)
     try:
         command()

@@ -56,7 +56,7 @@ class PluginGroup(typer.core.TyperGroup):
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Command that the arguments select. For an unknown command, give d9d's command or similar names as a hint.
+        """Command that the arguments select. The error for an unknown command suggests similar or equivalent commands.
 
         Raises:
             click.UsageError: there is no such command.
@@ -70,7 +70,7 @@ class PluginGroup(typer.core.TyperGroup):
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the options of ``d9d`` itself; add a hint to an unknown one."""
+        """Parse the options of ``d9d`` itself; the error about an unknown option gets a hint."""
         with hints_added():
             return super().parse_args(ctx, args)
 
@@ -88,7 +88,7 @@ class PluginGroup(typer.core.TyperGroup):
         try:
             return super().main(*args, **settings)
         except SystemExit as end:
-            interrupt = getattr(end.__context__, "__cause__", None)  # typer has converted it to an Exit
+            interrupt = getattr(end.__context__, "__cause__", None)  # typer has converted an interrupt to an Exit
             if isinstance(interrupt, KeyboardInterrupt):
                 print(visible(": ".join(["interrupted", *map(str, interrupt.args)])), file=sys.stderr, flush=True)  # noqa: T201
             raise
@@ -208,7 +208,7 @@ class _Lazy(typer.core.TyperCommand):
             text = f"command {self._entry}: its app {reference} failed to load: {shown(error)}"
             raise plugin_error(text, error) from error
         command = typer.main.get_command(app)
-        # A context below d9d's, so that usage errors, exit codes and Ctrl-C are handled as for d9d's own commands.
+        # The context is a child of d9d's, so usage errors, exit codes and Ctrl-C are handled as for d9d's own commands.
         with command.make_context(self.name, list(ctx.args), parent=ctx.parent) as inner:
             if self._entry.origin.distribution in FOUNDATION:
                 return command.invoke(inner)

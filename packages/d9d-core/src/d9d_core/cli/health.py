@@ -111,5 +111,5 @@ def _without_extra(registry: Registry) -> list[str]:
 def _print(console: Console, ok: bool | None, text: str, advice: str = "") -> None:
     """Print a line that begins with ``ok``, ``no``, or ``--`` for a warning (``ok`` is None, or there is advice)."""
     mark, colour = ("no", "red") if ok is False else ("ok", "green") if ok and not advice else ("--", "yellow")
-    # Text, not markup: messages may contain brackets.
+    # Print a Text instead of markup, because messages may contain brackets.
     console.print(Text.assemble((mark, colour), f"  {text}", f"; {advice}" if advice else ""))

@@ -22,7 +22,7 @@ def hints_added() -> Iterator[None]:
     """Add hints to usage errors that are raised inside the block."""
     try:
         yield
-    except Exception as error:  # typer does not export its class of unknown options
+    except Exception as error:  # typer does not export its class of errors about unknown options
         context: Any = getattr(error, "ctx", None)
         option = getattr(error, "option_name", None)
         if context is not None and isinstance(option, str):

@@ -37,7 +37,7 @@ def _main() -> None:
                 from d9d_core.cli.app import run
 
             run()
-        except (KeyboardInterrupt, Exception) as error:  # outside of a command, whose own message says more
+        except (KeyboardInterrupt, Exception) as error:  # raised outside of a command; a command prints more itself
             from d9d_core.errors import interrupt_behind
 
             if isinstance(error, Exception) and not interrupt_behind(error):

@@ -46,7 +46,7 @@ def command_app(help_text: str | None = None) -> typer.Typer:
     """Create a typer application for a :class:`~d9d_core.plugin.CommandSpec`, whose errors ``d9d`` prints.
 
     Args:
-        help_text: help of an application of several commands. A single command has its docstring.
+        help_text: help of an application of several commands. The help of a single command is its docstring.
     """
     return typer.Typer(help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
-#: Errors after which the reader or terminal is gone for good; after others, such as a full disk, a write may succeed.
+#: Errors after which the reader or terminal is gone for good. After other errors (a full disk), a write may succeed.
 _GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET}
 
 
@@ -33,7 +33,7 @@ class SurvivingFile(io.FileIO):
             if error.errno not in _GONE:
                 self.lost = error
                 return memoryview(data).nbytes
-            with suppress(OSError):  # redirects the descriptor too, which C libraries write to
+            with suppress(OSError):  # redirect the descriptor too, because C libraries write to it
                 nothing = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nothing, self.fileno())
                 os.close(nothing)
@@ -69,7 +69,10 @@ def output_is_incidental() -> None:
 
 
 def _surviving(stream: TextIO) -> TextIO:
-    """Replace a standard stream of this process by one that survives errors; keep others, and all on Windows."""
+    """Stream that writes to the same place and survives write errors.
+
+    Returned unchanged: every stream on Windows, and a stream that is not a standard stream of this process.
+    """
     if os.name == "nt" or stream not in (sys.__stdout__, sys.__stderr__) or not isinstance(stream, io.TextIOWrapper):
         return stream
     try:

@@ -78,7 +78,7 @@ def check_component(chosen: Chosen, component: object) -> None:
 
 def _problems_of_modules(chosen: Chosen, component: object) -> list[str]:
     """Deviations of a model's modules from the trait protocols that they implement; each class is checked once."""
-    from torch import nn  # a model is there, so torch is
+    from torch import nn  # a model exists, so torch is installed
 
     if not isinstance(component, nn.Module):
         raise BuildError(f"{subject(chosen)}: build returned {type_of(component)}, which is not a torch.nn.Module")
@@ -116,7 +116,7 @@ def _optional(component: object, protocol: type) -> list[str]:
 def _protocols(module: ModuleType) -> list[type]:
     """Runtime-checkable protocols that a module defines."""
     own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
-    # Private to typing: other protocols do not take isinstance.
+    # `_is_runtime_protocol` is private to typing; isinstance accepts only protocols that have it.
     return [value for value in own if Protocol in value.__bases__ and getattr(value, "_is_runtime_protocol", False)]
 
 
@@ -237,7 +237,7 @@ def _check_subscriber(chosen: Chosen, subscriber: Any) -> None:
 
 
 def check_metric(chosen: Chosen, metric: Metric) -> None:
-    """Check a metric's state and reductions; call it once the metric has seen the model.
+    """Check a metric's state and reductions; for a ``StageMetric``, call this after its ``attach``.
 
     Raises:
         BuildError: a reduction is unknown, or state and reductions have different names.

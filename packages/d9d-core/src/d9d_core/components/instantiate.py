@@ -20,7 +20,7 @@ _TOO_LARGE = re.compile(r"calculation overflowed|multiplication overflow|Overflo
 
 
 def inner_builder(chosen: Chosen) -> Callable[..., Any]:
-    """Builder of nested components: takes a config inside ``chosen`` and the arguments of the component's kind."""
+    """Builder of nested components: takes a config inside ``chosen``, and the further arguments of its ``build``."""
 
     def build(config: PluginConfig, *arguments: object) -> Any:
         same = [inner for inner, given in chosen.inner if given is config]
@@ -65,7 +65,7 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
             ) from error
         if not isinstance(error, TypeError):
             raise
-        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # raised by the call itself
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # raised by the call, not inside it
             kinds = ", ".join(["config", *(type(argument).__name__ for argument in arguments)])
             raise BuildError(
                 f"{where}: {chosen.spec.build} cannot be called with ({kinds}): {error}; give it these parameters"

@@ -20,7 +20,7 @@ __all__ = ["Document"]
 
 #: Largest accepted size of a job file in bytes, about a hundred times the usual size.
 MAX_BYTES = 1 << 20
-#: Field at the beginning of a message: a path of several parts, or a section before a colon.
+#: Pattern of a field at the beginning of a message: a path of several parts, or a section before a colon.
 _FIELD = re.compile(r"[a-z_]\w*(?:(?:\.\w[\w-]*|\[\d+\])+|(?=:))")
 
 
@@ -99,9 +99,9 @@ class Document:
 
         Args:
             location: location of the value.
-            whole: whether the value as a whole matters, so that an override of any of its fields is named.
+            whole: whether the error is about the value as a whole, so that an override of any of its fields is named.
         """
-        if (*location, "name") in self.overrides:  # the component that another name selects
+        if (*location, "name") in self.overrides:  # --set replaced the whole component by selecting another name
             return f"--set {dotted((*location, 'name'))}"
         for length in range(len(location), 0, -1):
             part = location[:length]
@@ -133,7 +133,10 @@ class Document:
 
 
 def after_place(where: str, text: str) -> str:
-    """Text of an error after its place; the name of a field that ``--set`` changed is not repeated."""
+    """Error text with its place (``file:line`` or ``--set FIELD``) in front.
+
+    If the text begins with the field that ``--set`` names, it is not repeated.
+    """
     field = where.removeprefix("--set ")
     if field != where:
         for said in (field, field.removesuffix(".name")):
@@ -170,7 +173,8 @@ def _entered(target: Any, location: Location, following: int | str) -> Any:
     elif isinstance(target, list) and isinstance(part, int) and part < len(target):
         inner = target[part]
     if isinstance(inner, str) and isinstance(following, str):
-        # `optimizer: adamw` with --set optimizer.lr=...; in other sections, fields replace the word
+        # With `optimizer: adamw` in the file, --set optimizer.lr=... keeps the word as the component's name; in other
+        # sections, the fields replace the word.
         entry = isinstance(part, int) and len(location) in (2, 3)  # in `metrics`, or in a list of a model's config
         named = location[1:] in [(), ("data",)] or location[1:2] == ("sets",) or entry
         return {"name": inner} if named and location[0] in (*_NAMED, *_LISTS, "evaluation") else {}

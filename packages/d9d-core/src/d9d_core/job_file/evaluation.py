@@ -23,7 +23,7 @@ class Evaluation(Section):
     packs: PositiveInt | Literal["all"] = 4
     """Number of batches of an evaluation, always the same batches; ``all`` evaluates every sample exactly once."""
     sets: dict[SetName, Annotated[PluginConfig, Named("dataset")]] = {}
-    """Several datasets by name, in place of ``data``; logged as ``eval/<name>/loss`` and so on."""
+    """Several datasets by name, in place of ``data``; their series are named ``eval/<name>/loss`` and so on."""
     data: Annotated[PluginConfig, Named("dataset")] | None = Field(default=None, validate_default=True)
     """Dataset of the evaluation; give either this or ``sets``."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []

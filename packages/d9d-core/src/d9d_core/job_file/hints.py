@@ -37,7 +37,7 @@ def field_hint(
         return row.hint(word).replace("parallel[]", dotted(location[:-1]))
     if len(location) > 1 and _is_plain(word, job):
         return f"it belongs to the top level of the job file: {word}"
-    # A name of one word means something else in each section.
+    # A field name without underscore has another meaning in each section, so it gets no hint about other sections.
     is_elsewhere = len(location) == 1 or (len(location) == 2 and "_" in word)
     places = list(_places(word, job, values, registry)) if is_elsewhere else []
     if not 0 < len(places) <= _PLACES:

@@ -168,8 +168,8 @@ class Best(Section):
     """Retention of the checkpoints at which a logged value, such as the evaluation loss, was best."""
 
     series: str = "eval/loss"
-    """Name of the series, such as ``eval/loss``. A checkpoint has the last value before its save; of checkpoints with
-    equal values, the oldest is best."""
+    """Name of the series, such as ``eval/loss``. A checkpoint is ranked by the last value logged before its save; of
+    checkpoints with equal values, the oldest is best."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller (``min``) or larger (``max``) values are better."""
     keep: PositiveInt = 1
@@ -339,7 +339,8 @@ class JobConfig(BaseJob):
     task: Annotated[PluginConfig, Named("task")]
     """Task to learn."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Passes over the data, in place of ``steps``; 0.5 is half a pass. Steps are counted when the data is open."""
+    """Passes over the data, in place of ``steps``; 0.5 is half a pass. The number of steps is known once the data is
+    open."""
     steps: PositiveInt | None = Field(default=None, validate_default=True)
     """Optimizer steps of the whole run; give either this or ``epochs``."""
     optimizer: Annotated[PluginConfig, Named("optimizer")]
@@ -354,7 +355,8 @@ class JobConfig(BaseJob):
     """Policy for a step with a NaN or infinite loss or gradient; such a step never changes the training state."""
     max_skipped: PositiveInt = 10
     """Number of consecutive skipped steps at which a run with ``nonfinite: skip`` ends with an error. The last
-    checkpoints before the run's first skipped step, and before these steps, are kept."""
+    checkpoint before the run's first skipped step is kept, and so is, while steps are skipped, the last one before
+    these steps."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
     """Metrics that are computed over all training steps since the previous logged step."""
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(
@@ -362,7 +364,7 @@ class JobConfig(BaseJob):
     )
     """Destinations of logged values."""
     logging: Logging = Logging()
-    """Log entries and log lines."""
+    """Interval of logging, device statistics to log, and level of log messages."""
     evaluation: Evaluation | None = None
     """Evaluation on other data during training."""
     profiling: Profiling | None = None

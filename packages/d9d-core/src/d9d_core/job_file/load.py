@@ -21,7 +21,7 @@ from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 
 _TO_JOB = "to the job file"
-#: Suffix of a job file -> how it writes the name of a field; YAML is the default.
+#: Suffix of a job file -> form of a field's name in it; files with other suffixes are YAML.
 _WRITTEN = {".json": '"{}":', ".toml": "{} ="}
 #: Pattern that some names must match -> its description in an error.
 _NAMES = {
@@ -29,7 +29,7 @@ _NAMES = {
     "^[a-z][a-z0-9_]*$": "a name has small letters, and after the first character also digits and _",
 }
 _MAPPING = "a mapping of fields"
-#: Most problems of a job that are printed; further ones are counted.
+#: Largest number of problems of a job that are printed; further problems are only counted.
 _SHOWN = 50
 _LONG = 200
 Config = TypeVar("Config", bound=BaseJob)
@@ -159,7 +159,7 @@ def _location_in_file(location: Location, value: Any) -> Location:
         fields = value if isinstance(value, Mapping) else {}
         if isinstance(part, str) and part not in fields and (part == value or part in fields.values()):
             continue
-        if isinstance(part, str) and isinstance(value, list | int | float):  # which have no fields
+        if isinstance(part, str) and isinstance(value, list | int | float):  # these have no fields, so `part` is a tag
             continue
         found = (*found, part)
         is_there = part in fields or (isinstance(value, list) and isinstance(part, int) and part < len(value))

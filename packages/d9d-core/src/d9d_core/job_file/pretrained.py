@@ -17,7 +17,7 @@ from d9d_core.untrusted import MAX_JSON_BYTES, Place, parse_json, read_regular
 
 #: Name of a model on the Hugging Face Hub.
 _ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-#: File that completes a training checkpoint.
+#: Name of the manifest, the last file that a save writes into a training checkpoint.
 _MANIFEST = "manifest.json"
 
 
@@ -65,7 +65,7 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _completed(config: type[ModelConfig], stored: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Update stored fields by the job file's; nested sections, except choices between several, are updated, too."""
+    """Stored fields, updated by the job file's fields. A nested section of a fixed type is updated field by field."""
     found = {**stored, **fields}
     for name, field in config.model_fields.items():
         parts = stored.get(name), fields.get(name)
@@ -97,7 +97,7 @@ def find_manifest(location: str) -> Path | None:
 
 
 def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
-    """Fields of the model in a training checkpoint, without ``pretrained``."""
+    """Fields of the model's config, from the manifest of a training checkpoint, without ``pretrained``."""
     stored = stored_model(manifest)
     selector = str(stored.get("name"))
     if selector.rpartition("/")[2] != name:
@@ -108,7 +108,7 @@ def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
 
 
 def stored_model(manifest: Path) -> dict[str, Any]:
-    """Fields of the model in a training checkpoint.
+    """Fields of the model's config, from the manifest of a training checkpoint.
 
     Raises:
         CheckpointError: the manifest cannot be read, or describes no model.

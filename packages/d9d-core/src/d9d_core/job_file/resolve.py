@@ -1,4 +1,4 @@
-"""Resolution of a job: finds the record of each name, and checks that the records fit together. Imports no torch."""
+"""Resolution of a job: finds the plugin record of each name; checks that the records fit together. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Selected_co = TypeVar("Selected_co", bound="Parts", covariant=True)
 
 @dataclass(frozen=True)
 class Parts:
-    """Records that the names of a job of any kind select.
+    """Plugin records (declarations of components) that the names of a job of any kind select.
 
     Attributes:
         model, dataset, schedule, peft: one record each, or ``None``.

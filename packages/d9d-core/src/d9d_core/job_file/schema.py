@@ -14,7 +14,7 @@ from d9d_core.registry.registry import Registry
 __all__ = ["job_schema"]
 
 
-#: A model without a name, which is found by the ``model_type`` of its pretrained weights.
+#: Schema of a section ``model`` without a name; the ``model_type`` of its pretrained weights selects the model.
 _UNNAMED_MODEL = {
     "type": "object",
     "required": ["pretrained"],

@@ -70,7 +70,10 @@ def _left(mesh: Mapping[str, Any], axis: str, world_size: int) -> int:
 
 
 def _default(document: Document, registry: Registry, world_size: int) -> Source:
-    """Layout of a job without a mesh: all processes along the axis that its strategies use, or ``fsdp``."""
+    """Add a mesh to a job that has none: all processes lie along the data-parallel axis that its strategies use.
+
+    If they use none, the processes lie along ``dp_shard``, and the strategy ``fsdp`` is added.
+    """
     parallel = document.values.get("parallel", [])
     if not isinstance(parallel, list):
         return Source(document)

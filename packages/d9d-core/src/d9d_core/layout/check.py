@@ -89,7 +89,7 @@ def _idle_export(job: JobConfig, model: Chosen) -> list[str]:
 
 
 def strategies_for(axis: str, registry: Registry) -> list[StrategySpec]:
-    """Strategies that use a mesh axis and do not alter the training, sorted by the number of axes that they use."""
+    """Strategies that use a mesh axis and do not alter training results, sorted by the number of axes that they use."""
     specs = [entry.spec for entry in registry.entries("strategy")]
     found = [
         spec for spec in specs if isinstance(spec, StrategySpec) and axis in spec.axes and not spec.alters_training
@@ -98,7 +98,7 @@ def strategies_for(axis: str, registry: Registry) -> list[StrategySpec]:
 
 
 def covers(ep: int, mesh: Mesh) -> bool:
-    """Whether ``ep`` expert groups cover whole axes from the innermost one outwards, and a divisor of the next axis."""
+    """Whether ``ep`` ranks fill whole axes from ``tp`` outwards, and then a divisor of the next axis's size."""
     for size in (mesh.tp, mesh.cp, mesh.dp_shard, mesh.dp_replicate):
         if size % ep == 0:
             return True
@@ -199,7 +199,7 @@ def _schedule(job: BaseJob, selection: Parts) -> Iterator[Problem]:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Largest divisor of ``number`` that is at most ``most``: larger microbatches are faster."""
+    """Largest divisor of ``number`` that is at most ``most``, such as the largest possible microbatch."""
     return max(count for count in _divisors(number) if count <= most)
 
 

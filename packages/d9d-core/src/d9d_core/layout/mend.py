@@ -18,7 +18,7 @@ from d9d_core.program.placement import plan_pipeline
 from d9d_core.registry.capabilities import Circumstances, judge
 from d9d_core.registry.registry import Registry
 
-#: Largest number of smaller microbatch sizes to try for a schedule; then four times as many larger batches are tried.
+#: Largest number of smaller microbatch sizes to try for a schedule; then ``4 * _TRIES`` larger batches are tried.
 _TRIES = 16
 _SECTIONS = ("mesh", "parallel", "pipeline", "batch")
 
@@ -27,7 +27,8 @@ def mended(job: BaseJob, registry: Registry, world_size: int) -> BaseJob | None:
     """Job with the nearest layout that fits ``world_size`` processes; ``None`` if none was found.
 
     An axis that no component uses gets a strategy or a schedule if one is installed, else its size becomes 1. The
-    data-parallel axes absorb a surplus or lack of processes. The batch is divided differently before its size changes.
+    data-parallel axes absorb a surplus or lack of processes. If the data-parallel ranks divide the batch size, smaller
+    microbatches are tried before larger batches.
 
     Args:
         job: job with a layout that does not fit.

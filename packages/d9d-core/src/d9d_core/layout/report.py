@@ -17,8 +17,8 @@ from d9d_core.registry.registry import Registry
 def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size: int, source: Source) -> None:
     """Check mesh, strategies, schedule and batch together, and report all problems in one error.
 
-    Unsatisfied requirements are reported along with other problems, because a corrected layout must satisfy them too.
-    If there are no other problems, the check of capabilities reports them later.
+    Unsatisfied capability tokens are reported along with problems of the layout, because a corrected layout must
+    satisfy them too. Without problems of the layout, the check of capabilities reports these tokens later.
 
     Args:
         job: job whose sections are valid one by one.

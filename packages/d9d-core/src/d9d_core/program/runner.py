@@ -134,5 +134,5 @@ class StageRunner(Protocol):
         ...
 
     def after_weights(self, stage: int) -> None:
-        """Notify the reducers of a stage that deferred weight gradients were added."""
+        """Notify a stage's gradient reducers: a microbatch's deferred weight gradients were added to the gradients."""
         ...

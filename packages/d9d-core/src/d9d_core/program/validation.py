@@ -133,7 +133,7 @@ def _check_order(index: ProgramIndex, training: bool) -> Iterator[str]:  # noqa:
     """Check that every action comes after the actions of its rank that it depends on."""
     size, hosts = index.microbatches, index.hosts
     forward, weights = index.table(Forward), index.table(WeightBackward)
-    # One of the two is absent, which is -1.
+    # A backward is either whole or split, so one of its two numbers is -1, which means absent.
     backward = list(map(max, index.table(Backward), index.table(InputBackward)))
     pairs = [
         (forward, index.table(ReceiveActivation)),

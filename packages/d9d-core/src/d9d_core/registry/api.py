@@ -43,7 +43,7 @@ class Api:
         packages: import names of all packages of d9d.
         foundation: d9d's own packages that plugins build on; they may import all modules of each other.
         outer: packages of tools around the training loop; they may import all modules of ``foundation``.
-        for_suites: declared modules that only conformance suites may import; no API counts them.
+        for_suites: declared modules that only conformance suites may import; they may change within a plugin API.
         names: declared module -> name -> first release with the name.
         deprecated: declared module -> old name -> its deprecation.
     """

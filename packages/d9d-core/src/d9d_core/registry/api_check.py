@@ -72,8 +72,8 @@ def sources_of(module: str, entries: Iterable[Entry], packages: Collection[str])
 
     Args:
         module: declaration module.
-        entries: records of the plugin; packages of their references belong to it.
-        packages: packages of d9d, which belong to it only if they hold ``module``.
+        entries: records of the plugin; the packages that their references name belong to the plugin.
+        packages: packages of d9d; such a package belongs to the plugin only if it holds ``module``.
     """
     own = module.partition(".")[0]
     targets = [ref.target for entry in entries if isinstance(entry.spec, Spec) for ref in entry.spec.refs().values()]
@@ -115,7 +115,7 @@ def _uses(file: Path) -> list[Use]:
     try:
         source = file.read_text("utf-8")
         return [*imported_modules(source), *references(source)]
-    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):  # a template, or for another Python
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):  # a template, or code for another Python
         return []
 
 
@@ -154,10 +154,10 @@ def _allowed(origin: Origin) -> dict[str, tuple[str, SpecifierSet]]:
 
 
 def _older_allowed(distribution: str, since: str, allowed: Mapping[str, tuple[str, SpecifierSet]], api: Api) -> bool:
-    """Whether a requirement allows a release before ``since``, of the releases in the tables of APIs and names."""
+    """Whether a requirement allows any release before ``since`` that the tables of APIs and names list."""
     if distribution not in allowed:
         return False
     known = {*hooks.API_RELEASES.values(), *(release for names in api.names.values() for release in names.values())}
     older = [release for release in known if Version(release) < Version(since)]
-    # The last patch of the release.
+    # `.9999` stands for the last patch of the release.
     return any(allowed[distribution][1].contains(f"{release}.9999") for release in older)

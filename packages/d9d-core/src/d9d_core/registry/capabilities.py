@@ -103,7 +103,7 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict on one token of one record: satisfied, unsatisfied, or undecided (``None``), with the reason."""
+    """Verdict on a record's capability token: satisfied, unsatisfied, or undecided (``None``), with the reason."""
 
     chosen: Chosen
     token: str
@@ -127,7 +127,7 @@ def _installed(module: str) -> bool:
         if name in sys.modules:
             spec = getattr(sys.modules[name], "__spec__", None)
         else:
-            # Searched by the last part of the name: for a dotted name, the finder expects imported parent packages.
+            # The finder gets the last part of the name: for a dotted name, it would expect imported parent packages.
             spec = None if places is None else PathFinder.find_spec(part, list(places))
     return spec is not None
 
@@ -181,7 +181,7 @@ def _holds(marker: Marker) -> bool:
 
 
 def judge(chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> list[Verdict]:
-    """Check every token that the selected records require, conflict with or provide."""
+    """Check every capability token that the selected records require, conflict with or provide."""
     judge_ = Judge(chosen, registry, circumstances)
     return [verdict for item in chosen for verdict in judge_.verdicts(item)]
 
@@ -218,7 +218,7 @@ class Judge:
                 self._provided.setdefault(f"strategy:{item.spec.name}", item.where)
 
     def verdicts(self, item: Chosen) -> list[Verdict]:
-        """Verdicts on tokens that the record requires or conflicts with, and on undeclared tokens that it provides."""
+        """Verdicts on tokens that a record requires or conflicts with, and on undeclared tokens that it provides."""
         return [
             *(self._required(item, token) for token in sorted(item.spec.requires)),
             *(self._refused(item, token) for token in sorted(item.spec.conflicts)),

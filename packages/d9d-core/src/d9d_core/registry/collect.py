@@ -80,7 +80,8 @@ class Collector:
             raise RefusedError(f"failed to import: {shown(error)}{import_advice(error)}") from error
 
     def _collect(self, plugin: object, origin: Origin) -> list[Entry]:
-        # Removed while in use: a manager in which a plugin failed may still hold the plugin, so it is dropped.
+        # The manager is out of the list while in use. If the plugin fails, it may still be registered in the manager,
+        # which is then not put back.
         manager = self._managers.pop() if self._managers else _manager()
         _check_hook_names(plugin)
         try:
@@ -197,7 +198,7 @@ def contained(who: str) -> Iterator[None]:
     except _TooLongError as error:
         raise RefusedError(str(error)) from error
     except BaseException as error:
-        # An interrupt before the handler is installed, or after it is removed, also comes from the user.
+        # A KeyboardInterrupt before d9d's handler is installed, or after it is removed, also comes from the user.
         if isinstance(error, KeyboardInterrupt) and (interrupted or error is not raised):
             raise
         if interrupted and interrupt_behind(error):
@@ -265,7 +266,7 @@ def _check_results(results: list[object], kind: hooks.Kind, implemented: bool) -
                 f"returns one {name} from the hook {kind.hook}; use yield instead of return, or return a list"
             )
     wrong = [type(result).__name__ for result in results if not isinstance(result, Iterable)]
-    if wrong or (implemented and not results):  # pluggy drops None
+    if wrong or (implemented and not results):  # pluggy drops results that are None
         what = wrong[0] if wrong else "nothing"
         raise RefusedError(f"returns {what} from the hook {kind.hook}; write yield in front of each record")
 

@@ -20,7 +20,7 @@ class Candidate:
 
     Attributes:
         origin: the distribution and the module.
-        damage: exception of reading the metadata, in which case the module is unknown; ``None`` if it could be read.
+        damage: exception raised by reading the metadata, so that the module is unknown; ``None`` if it could be read.
     """
 
     origin: Origin

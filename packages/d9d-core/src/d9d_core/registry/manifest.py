@@ -28,7 +28,7 @@ class Manifest:
     @classmethod
     def of(cls, registry: Registry) -> Manifest:
         """Manifest of a registry."""
-        # Sorted by name and content: the paths of files differ between nodes.
+        # Sort by name and content, not by path: the paths of files differ between nodes.
         origins = sorted(registry.plugins, key=lambda origin: (_name(origin), origin.digest, origin.module))
         several = Counter(_name(origin) for origin in {o.digest: o for o in origins if o.digest}.values())
         plugins = {}

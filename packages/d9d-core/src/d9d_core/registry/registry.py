@@ -20,14 +20,14 @@ from d9d_core.words import Row, find
 
 __all__ = ["Registry"]
 
-#: Name of every op's own implementation, which runs on every device and belongs to no plugin.
+#: Backend name of an op's PyTorch reference, which runs on every device and belongs to no plugin.
 REFERENCE = "reference"
 #: Largest number of characters of a name; a longer text is refused without further hints.
 _LONGEST = 200
 #: Component kind -> its counterpart in the other job type, and the command that runs such jobs; for hints in errors.
 _OTHER_JOBS = {"task": ("inference task", "d9d infer"), "inference task": ("task", "d9d train")}
 
-#: Component kind -> how a job file names a directory or a file, for a name with slashes or dots.
+#: Component kind -> hint for a name with slashes or dots: how the job file names a directory or a file.
 _AS_FILES = {
     "model": "for a directory of weights write model: {pretrained: DIRECTORY}",
     "dataset": "for files write data: {name: text, sources: [FILE], sequence_length: N}",
@@ -150,7 +150,7 @@ class Registry:
         try:
             return self.find("kernel", f"{distribution}{slash}{op}.{name}")
         except PluginError as error:
-            # If a plugin is named or broken, it may be the only one that offers the op; the original error says more.
+            # The op may exist only in a named or a broken plugin; then the original error says more.
             if not distribution and all(problem.loaded for problem in self.problems):
                 names = {*self._table["kernel"], *KnownPlugins.shipped().names("kernel")}
                 ops = sorted({known.partition(".")[0] for known in names})

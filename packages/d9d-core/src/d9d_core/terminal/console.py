@@ -16,9 +16,9 @@ from d9d_core.untrusted import visible
 
 __all__ = ["console_for", "key_value_table"]
 
-#: Columns by which further lines of a wrapped text are indented.
+#: Number of spaces before the second and later lines of a wrapped text.
 _INDENT = 4
-#: Columns of the names in a table of names and texts: the longest are ``undecided`` and ``predicted``.
+#: Width in characters of the names in a table of names and texts: the longest are ``undecided`` and ``predicted``.
 _NAMES = 9
 
 
@@ -39,7 +39,7 @@ class VisibleConsole(Console):
 
 
 def key_value_table() -> Table:
-    """Table of names and texts without lines; all tables of a command have the same first column."""
+    """Table of names and texts, without border lines; a fixed width of the first column aligns a command's tables."""
     table = Table(box=None, show_header=False)
     table.add_column(min_width=_NAMES)
     table.add_column()
@@ -55,7 +55,7 @@ def folded(text: str) -> str:
 
 
 def _hanging(line: Text, console: Console) -> Text:
-    """Wrap a line; further lines are indented by four columns more than the first one."""
+    """Wrap a line; its continuation is indented by four characters more than its beginning."""
     if line.cell_len <= console.width:
         return line
     indent = " " * min(len(line.plain) - len(line.plain.lstrip(" ")) + _INDENT, console.width // 2)

@@ -121,7 +121,7 @@ class WindowReader(StorageReader):
         storage: directory of the run's checkpoints.
         name: name of the checkpoint.
         table: tensor table from the manifest, limited to the tensors to read.
-        on_bytes: called with numbers of bytes read.
+        on_bytes: called after each read with the number of its bytes.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class WindowReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
-        """Return False, unused: the constructor's ``storage`` and ``name`` determine the files, not a checkpoint id."""
+        """Return False, which has no effect: the constructor's ``storage`` and ``name`` determine the files."""
         return False
 
 
@@ -189,7 +189,7 @@ def load(planner: WindowPlanner, reader: WindowReader, group: dist.ProcessGroup 
     if group is not None:
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group)
         return
-    # The same steps as dcp.load, without its warning about the missing process group.
+    # These are the steps of dcp.load, without its warning about the missing process group.
     planner.set_up_planner({}, reader.read_metadata(), is_coordinator=True)
     plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()

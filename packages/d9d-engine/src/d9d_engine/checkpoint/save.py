@@ -170,7 +170,7 @@ class CheckpointWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
-        """Return False, unused: the constructor's ``draft`` determines the files, not a checkpoint id."""
+        """Return False, which has no effect: the constructor's ``draft`` determines the files."""
         return False
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -198,7 +198,7 @@ def save(planner: ShardPlanner, writer: CheckpointWriter, group: dist.ProcessGro
     if group is not None:
         metadata = dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     else:
-        # The same steps as dcp.save, without its warning about the missing process group.
+        # These are the steps of dcp.save, without its warning about the missing process group.
         plan = writer.prepare_local_plan(planner.create_local_plan())
         plans, metadata = planner.create_global_plan([plan])
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])

@@ -56,7 +56,7 @@ class SaveJob:
             SaveError: the storage failed on some rank; the same error on all ranks. Written files are removed.
             CheckpointError: another failure on some rank; the same error on all ranks. Written files are removed.
         """
-        # Imports torch.distributed.checkpoint, which training itself does not need.
+        # Imported here, because it imports torch.distributed.checkpoint, which training itself does not need.
         from d9d_engine.checkpoint import save as dcp_save
 
         began = time.perf_counter()

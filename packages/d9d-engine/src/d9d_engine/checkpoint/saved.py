@@ -66,12 +66,12 @@ class Checkpoint:
             scope: prefix of the names to compare and load.
             optional: names of tensors that the checkpoint may lack; such tensors keep their values.
             only: whether further tensors in the checkpoint are allowed, and ignored.
-            on_bytes: called with numbers of bytes that this rank has read.
+            on_bytes: called after each read of this rank with the number of its bytes.
 
         Raises:
             CheckpointError: names, shapes or dtypes differ on any rank; then no rank copies any data.
         """
-        # Imports torch.distributed.checkpoint, which a new run does not need.
+        # Imported here, because it imports torch.distributed.checkpoint, which a new run does not need.
         from d9d_engine.checkpoint import load as dcp_load
 
         table = {

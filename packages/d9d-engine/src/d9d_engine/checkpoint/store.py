@@ -63,7 +63,7 @@ class CheckpointStore:
         keep: number of newest checkpoints to keep, or retention rules; ``None`` keeps all.
         topology: rank, device, meshes and process groups of this process.
         asynchronous: write in the background during training, from copies in host memory.
-        timeout: how long ranks wait for a rank that reads or writes.
+        timeout: longest time for which ranks wait for another rank that reads or writes.
         tolerate: largest number of storage failures in a row after which a save is still repeated; see :meth:`save`.
         warn: called with a text on the first rank, in the writing thread.
     """
@@ -134,9 +134,9 @@ class CheckpointStore:
                 self._storage.forget(probe)
 
     def own(self) -> None:
-        """Take ownership of the directory, until :meth:`opened` ends; does nothing if already owned.
+        """Take ownership of the directory, until :meth:`opened` ends; does nothing if this process owns it already.
 
-        Meant for processes that do nothing but this run: a second launch of the run then fails at once. Collective over
+        A second launch of the run then fails at once. Meant for processes that do nothing but this run. Collective over
         all ranks.
 
         Raises:
@@ -251,7 +251,9 @@ class CheckpointStore:
         return moved
 
     def prune(self, step: int, kept_before: Sequence[int] = ()) -> str | None:
-        """Remove checkpoints that are surplus once ``step`` is saved, if a killed process did not; returns a warning.
+        """Remove checkpoints that became surplus when ``step`` was saved, if a process was killed before it did so.
+
+        Returns a warning if a checkpoint could not be removed.
 
         Collective over all ranks. For ``kept_before`` see :meth:`save`.
         """
@@ -390,7 +392,7 @@ class CheckpointStore:
     def _settle(self, error: BaseException) -> None:
         """Wait for the running save, or abandon it if its attempts fail; add its failure to ``error`` as a note."""
         self._superseded.set()
-        # Other ranks may be in a pause, or may have ended.
+        # After failures, other ranks may pause before the next attempt, or may have ended; do not wait for them.
         if self.failures and self.group is not None:
             return
         try:
@@ -418,7 +420,7 @@ class CheckpointStore:
     ) -> Callable[[], Mapping[str, LocalShards]]:
         try:
             self._staged = self._stager.stage(own, volatile)
-        # Such as out of memory: the planner raises the error, so that all ranks learn of it.
+        # For example, memory is exhausted. The planner raises the error later, so that all ranks learn of it.
         except Exception as error:
             failure = error
 
@@ -448,7 +450,7 @@ class CheckpointStore:
 
 
 def _own_group(timeout: timedelta) -> dist.ProcessGroup:
-    # A separate group, because the background thread communicates during training.
+    # The store has its own group, because its background thread communicates during training.
     group = dist.new_group(timeout=timeout, backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group

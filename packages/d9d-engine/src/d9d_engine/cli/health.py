@@ -11,7 +11,7 @@ from pathlib import Path
 
 from d9d_core.health import Health
 
-#: File of NVIDIA's kernel driver with its version; it exists without a GPU that torch can use, too.
+#: File with the version of NVIDIA's kernel driver; it exists even if torch can use no GPU.
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 

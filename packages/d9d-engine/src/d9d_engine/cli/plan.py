@@ -39,7 +39,7 @@ def explain(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
 ) -> None:
-    """Show the components of a job and their plugins, the strategies in order of application, and the reasons."""
+    """Show a job's components, their plugins, the order of strategies, and the reasons for automatic choices."""
     from d9d_engine.cli.report import print_explanation
 
     loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size)

@@ -68,7 +68,7 @@ def _weights_say(job: Job, location: str) -> str:
 
 
 def print_explanation(job: Job, plan: Plan) -> None:
-    """Print for ``d9d explain`` the components of a plan, the plugins they come from, their effects and the reasons."""
+    """Print for ``d9d explain`` a plan's components, their plugins and effects, and the reasons for choices."""
     from d9d_engine.cli.stages import pipeline_line, print_stages
 
     console = console_for()

@@ -33,7 +33,8 @@ from d9d_engine.distributed.mesh import Topology
 
 #: Shard size limit in bytes: readers of adapters support a single file only.
 _ONE_FILE = 2**62
-#: Fields of ``config.json`` that follow from an adapter's own tensors and classes, or that transformers ignores.
+#: Fields of ``config.json`` that may differ from the base model's without a warning: they follow from an adapter's own
+#: tensors and classes, or transformers ignores them.
 _IN_ADAPTERS = {"architectures", "d9d", "dtype", "id2label", "label2id", "num_labels", "problem_type", "vocab_size"}
 #: Suffix of base weights that the `peft` library saves with adapters of embeddings; the base model has them already.
 _OF_THE_MODEL = ".base_layer.weight"
@@ -206,7 +207,10 @@ def _class_fields(name: str) -> dict[str, Any]:
 
 
 def _without_prefix(published: Mapping[str, str]) -> dict[str, str]:
-    """Names in a class without head: transformers omits their prefix when it reads a model, peft does not."""
+    """Names of tensors in a class without head, such as ``Qwen3Model``: without the prefix ``model.``.
+
+    When transformers reads a model, it adapts the prefix to the class; the peft library does not.
+    """
     return {ours: there.removeprefix("model.") for ours, there in published.items()}
 
 

@@ -60,7 +60,7 @@ class Assembly:
         shared: parameter -> stages that have it, for parameters of several stages.
         injected: names of the tensors that the fine-tuning method added.
         tuned: names of the tensors that the fine-tuning method added or selected for training, also in a frozen model.
-        communication: stage -> strategies and their declared collectives, if declared.
+        communication: stage -> strategies, each with its function that lists its collectives, or ``None``.
         ops_elsewhere: ops that strategies may have put into stages of other ranks.
     """
 
@@ -106,7 +106,7 @@ class Assembly:
 
     @property
     def meetings(self) -> list[Meetings]:
-        """Objects by which strategies make replicas equal that take their own optimizer steps."""
+        """Objects by which strategies make the replicas equal, if replicas take their own optimizer steps."""
         return [applied.meetings for _, applied in self.applied if applied.meetings is not None]
 
     @property

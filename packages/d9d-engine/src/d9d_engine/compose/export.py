@@ -36,7 +36,7 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Progress
 
 Kind = Literal["model", "adapter"]
-#: Function called with a number of written bytes and their total.
+#: Function called with the number of bytes written so far and the number of all bytes to write.
 Tell = Callable[[int, int], None]
 GENERATION_CONFIG = "generation_config.json"
 #: Key in the facts of a data stream: ids of the tokens that end replies in the training data.

@@ -25,7 +25,7 @@ def parameter_counts(assembly: Assembly) -> tuple[int, int]:
 def start_facts(
     selection: Selection, assembly: Assembly, kernels: Iterable[KernelChoice], device: torch.device, stream: DataStream
 ) -> dict[str, Any]:
-    """Facts of a start, as JSON values.
+    """Facts of this start of the run, for reports, as JSON values.
 
     Args:
         selection: plugin records of the job.

@@ -42,17 +42,17 @@ class JoinedStages(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of all stages; if several stages have a name, the first of them gives the parameter."""
+        """Parameters of all stages; of several parameters with one name, only the one in the first stage."""
         return _first(stage.named_parameters(prefix, recurse, remove_duplicate) for stage in self._stages)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of all stages; if several stages have a name, the first of them gives the buffer."""
+        """Buffers of all stages; of several buffers with one name, only the one in the first stage."""
         return _first(stage.named_buffers(prefix, recurse, remove_duplicate) for stage in self._stages)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """State dict of all stages; if several stages have a name, the first of them gives the value."""
+        """State dict of all stages; of several entries with one name, only the one in the first stage."""
         return {k: v for stage in reversed(self._stages) for k, v in stage.state_dict(*args, **kwargs).items()}
 
     def get_submodule(self, target: str) -> nn.Module:

@@ -139,7 +139,7 @@ class _Request(NamedTuple):
 
     Attributes:
         backend: name of the requested backend; ``None`` for the automatic choice.
-        rule: index of the rule that names it; ``None`` without rules.
+        rule: index of the rule that names the backend; ``None`` without rules.
         part: an op that this op contains, and for which the job names a backend here; ``None`` without one.
     """
 
@@ -336,7 +336,7 @@ def slot_facts(model: nn.Module) -> dict[Site, Mapping[str, Any]]:
 def holders_alike(
     model: nn.Module, before: Mapping[Site, Mapping[str, Any]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
 ) -> list[tuple[str, object]]:
-    """List the objects with the model's op slots, after strategies, such that every rank makes the same choices.
+    """List the holders of the model's op slots after strategies, with equal slots on all ranks.
 
     Strategies change this rank's stages only. For the stages of other ranks, the same changes are assumed in modules
     of the same class: their slots get the added facts; removed slots are removed, and replaced slots are replaced.
@@ -401,7 +401,8 @@ def ops_elsewhere(model: nn.Module, here: Set[str]) -> frozenset[str]:
 
 def _others(alike: Mapping[str, OpSlot], facts: Mapping[str, Any]) -> dict[str, OpSlot]:
     """Slots that another rank's module probably has: copies of slots that strategies added to modules of its class."""
-    found = {attribute: copy(slot) for attribute, slot in alike.items()}  # subclasses refuse functions
+    # copy() keeps the class of a slot, because a subclass may refuse functions.
+    found = {attribute: copy(slot) for attribute, slot in alike.items()}
     for slot in found.values():
         slot.static = {**slot.static, **facts}
     return found

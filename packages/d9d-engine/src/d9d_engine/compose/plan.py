@@ -46,7 +46,7 @@ __all__ = ["MemoryEstimate", "Plan"]
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimated memory of one rank's device, in bytes, without activations; of the planned rank, by default the first.
+    """Estimated memory, in bytes and without activations, of the planned rank's device (by default, of the first rank).
 
     Attributes:
         parameters: bytes of the model's parameters.

@@ -86,7 +86,7 @@ def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: to
         target = torch.device("cpu") if id(tensor) in kept else device
         if type(tensor) not in (Tensor, nn.Parameter):
             return torch.empty_like(tensor, device=target)
-        # Instead of empty_like, which for a meta tensor runs in Python and imports sympy.
+        # Do not use empty_like, which for a meta tensor runs in Python and imports sympy.
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
 
     stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors

@@ -91,7 +91,7 @@ def _check(block: BlockCost) -> None:
 
 
 def _in_order(blocks: Sequence[BlockCost]) -> Iterator[tuple[int, str]]:
-    """Index into ``blocks`` and name of each single block, in forward order, which numbers in the names give."""
+    """Index into ``blocks`` and name of each single block, in the forward order that numbers in the names give."""
     first = next((number for number, block in enumerate(blocks) if block.is_block), 0)
     entries = [
         (first if block.is_block else number, _by_number(name), number, name)

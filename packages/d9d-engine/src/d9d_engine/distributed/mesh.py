@@ -130,7 +130,7 @@ class Topology:
         return self._group(ranks, purpose, own_backend(self.device, blocks) if purpose else {})
 
     def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
-        """Group of the ranks at ``positions`` along a base axis or, on all other ranks, of these other ranks.
+        """Group of the ranks at ``positions`` along a base axis; on all other ranks, the group of these other ranks.
 
         ``None`` without process groups. Collective over all ranks at the first use.
         """

@@ -29,7 +29,7 @@ from d9d_engine.supervision.watchdog import Watchdog
 _BACKEND_MARGIN = 60.0
 #: Seconds within which the name of the rendezvous must resolve.
 _NAME_SECONDS = 30.0
-#: Seconds for which a failing rank 0 serves the store; less than its launcher waits.
+#: Seconds for which rank 0 serves the store after its own failure; shorter than the time that its launcher waits.
 _CLAIM_SECONDS = 1.5
 #: Variables with the network interface on which a backend listens.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -104,7 +104,7 @@ def joined(
             if env.world_size > 1:
                 shortest = min(timeouts.values())
                 alarm = Alarm(
-                    # A separate connection: the main thread may be waiting for the store.
+                    # Use a separate connection, because the main thread may be waiting for the store.
                     store.clone(),
                     env.rank,
                     env.world_size,
@@ -145,7 +145,7 @@ def _rendezvous_store(env: ProcessEnv, timeout: float) -> Store:
         # A world may be joined several times; each time needs fresh keys, the same on all ranks.
         return _prefixed(f"d9d/{store.add(f'd9d/joins/{dist.get_rank()}', 1)}", store)
     if env.master is not None:
-        # After a restart by the agent, processes find the same server.
+        # After a restart, the processes find the same server, so the number of restarts gives them fresh keys.
         return _prefixed(f"d9d/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _connect(env, env.master, timeout))
     if env.world_size > 1:
         raise JobError(f"{env.world_size} processes need MASTER_ADDR and MASTER_PORT to meet; torchrun sets both")
@@ -237,7 +237,7 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     hook = sys.excepthook
-    # No device_id: torch would then create subgroups by splitting the world, a collective over all of its ranks, but
+    # Pass no device_id: with it, torch would create subgroups by splitting the world, a collective over all ranks, but
     # the topology creates a group on its members only.
     dist.init_process_group(
         backend,
@@ -283,8 +283,8 @@ def _set_timeouts(seconds: float) -> None:
 
 
 def _leave_together(store: Store, env: ProcessEnv, timeout: float) -> None:
-    # Through the store, not the process group: no rank closes a connection that another rank still reads from, and the
-    # process that serves the store stays until the other ranks have made their last request.
+    # Wait through the store, not the process group, so that no rank closes a connection from which another rank still
+    # reads, and the process that serves the store stays until the other ranks have made their last request.
     if store.add("left", 1) == env.world_size:
         store.set("all-left", "")
 
@@ -299,7 +299,7 @@ def _leave_together(store: Store, env: ProcessEnv, timeout: float) -> None:
 
 
 def _abort() -> None:
-    # Destroying a group would wait for pending collectives, which never end.
+    # Abort the groups first: destroying a group would wait for pending collectives, which never end.
     for group in process_groups():
         _quietly(group.abort)
     _quietly(dist.destroy_process_group)

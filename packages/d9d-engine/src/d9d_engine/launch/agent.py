@@ -274,7 +274,7 @@ def _stopped(ended: Ended, failure: Failure | None, first: bool) -> int:
             _say(failure.text)
             return failure.exit_code
         return STOPPED if ended.stopped else 0  # a request in the last step changes nothing
-    # The processes of an earlier attempt may have trained.
+    # Only for the first attempt can this function say that nothing was trained: an earlier attempt may have trained.
     early = first and not ended.training
     if ended.asked == "SIGINT" or ended.training:
         _say("interrupted: during start-up; nothing was trained" if early else "interrupted")

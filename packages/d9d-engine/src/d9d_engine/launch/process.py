@@ -76,12 +76,12 @@ class Process:
             # The ranks have not joined, so each one reports its own failure.
             reporter = self._reporter or FailureReporter(failure.text, self._listener)
             reporter.tell(failure, claim=lambda name: name)
-        # A consequence of another rank's failure has the exit status of that failure: one cause is one decision.
+        # If another rank's failure caused this one, use that exit status: launchers then decide alike about a restart.
         sys.exit(failure.exit_code if self._reporter is None else self._reporter.exit_code)
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         """Print a warning with the rank; replaces ``warnings.showwarning``."""
-        if issubclass(category, DeprecatedNameWarning):  # rank 0 has the same plugins
+        if issubclass(category, DeprecatedNameWarning):  # rank 0, which has the same plugins, prints it
             return
         text = warnings.formatwarning(message, category, filename, lineno, "")
         print(visible(f"{self._name}: {text}"), end="", file=sys.stderr, flush=True)  # noqa: T201
@@ -100,7 +100,7 @@ def running(env: ProcessEnv, environ: Mapping[str, str], interrupts: Interrupts)
     """
     link = Link.from_environment(environ)
     listener = link or (ErrorFile(Path(environ[ERROR_FILE])) if ERROR_FILE in environ else None)
-    # torch's agent starts processes again after any other status.
+    # torch's agent restarts processes after any status but 0.
     stop_status = 0 if link is None and _AGENT in environ else STOPPED
     process = Process(env, listener, env.rank != 0 or link is not None, stop_status)
     if env.launcher is None:
@@ -126,8 +126,8 @@ def running(env: ProcessEnv, environ: Mapping[str, str], interrupts: Interrupts)
 def _early_stops(process: Process, interrupts: Interrupts) -> Iterator[None]:
     """End this rank at once, in a thread, if a stop signal other than Ctrl-C arrives before it has progress to save.
 
-    A cluster's engine signals all ranks. The other ranks of a launcher that signals one rank only end with an error, as
-    after every death of a rank during start-up.
+    A cluster's engine signals all ranks. If a launcher signals only one rank, the other ranks end with an error, as
+    they do whenever a rank dies during start-up.
     """
     reading = _signals_as_bytes()
     trains = threading.Event()
@@ -135,10 +135,11 @@ def _early_stops(process: Process, interrupts: Interrupts) -> Iterator[None]:
     asking = [signal.Signals(number).name for number in stop_signals()]
 
     def watch() -> None:
-        asked = interrupts.requested  # before this function was called
+        asked = interrupts.requested  # a request from before this function was called
         while not trains.is_set():
             if asked is not None:
-                if process.failed_elsewhere():  # srun then signals the others, whose status must not hide the failure
+                # After a failure, srun signals the other ranks, whose exit status must not hide the failure.
+                if process.failed_elsewhere():
                     os._exit(1)
                 if process.env.rank == 0:
                     os.write(2, f"{asked}: stopped during start-up; nothing was trained\n".encode())

@@ -178,11 +178,14 @@ class Ranks:
             except EOFError:
                 self._selector.unregister(key.fileobj)
         if not self._selector.get_map():
-            time.sleep(pause)  # no process has a link
+            time.sleep(pause)  # the links of all processes are closed
         return told
 
     def _note_ends(self) -> str | None:
-        """Record ended processes; return the signal that ended the first of these processes before training, if any."""
+        """Record ended processes; return the name of a stop signal that they reported, or that ended one of them.
+
+        A signal that ended a process counts only if no process had progress to save. ``None`` if there is no signal.
+        """
         told = None
         for rank in self.ranks:
             if rank.exit_code is not None or (code := rank.process.poll()) is None:

@@ -24,7 +24,7 @@ FILE = "startup.json"
 _BEFORE_JOB = "plugins"
 #: Phases that show their own bars and lines on a terminal.
 _OWN_BARS = ("data", "weights", "trainer", "first step", "progress", "first pack")
-#: Smallest duration in seconds of a phase that printed lines name.
+#: Seconds that a phase must last to be named in a printed line.
 _TOLD = 1.0
 #: Phase -> text of the live line.
 _DOING = {

@@ -143,7 +143,7 @@ class StepProfiler:
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{_rank_name(self._topology)}.json.gz"
         raw = target.with_name(f".{target.stem}")
-        # In this thread, because the profiler's library supports one session at a time.
+        # Export in this thread, because the profiler's library supports one session at a time.
         finished.export_chrome_trace(str(raw))
         snapshot = self._memory_snapshot() if self._config is not None and self._config.memory else None
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="d9d-traces")

@@ -31,8 +31,8 @@ _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
         re.compile(r"gemm|cutlass|cublas|nvjet|matmul|grouped_mm|::(add|b|sp)?mm\b|::baddbmm|::(bi)?linear\b|conv"),
     ),
 )
-#: Inductor's fused elementwise kernels, whose names contain adjacent ops; matrix products and attention are named
-#: ``tem``.
+#: Pattern in the names of Inductor's fused elementwise kernels. These names also contain adjacent ops, such as a matrix
+#: product. Inductor's own matrix products and attention have ``tem`` at this place of the name.
 _BETWEEN = re.compile(r"triton_(poi|per|red|mix|for)_")
 
 

@@ -107,7 +107,7 @@ class Attempts:
         Collective over all ranks. ``None`` if this replica was asked to stop before the step was done.
 
         Args:
-            progress: counters of the run; another replica's, if this one takes its state.
+            progress: counters of the run; if this replica takes another one's state, that one's counters replace them.
         """
         pack: Pack | None = None
         position = self._position()
@@ -127,7 +127,7 @@ class Attempts:
                 self._note(f"step {progress.step + 1}: a replica was lost; the step is repeated")
 
     def _position(self) -> State:
-        # A copy: once a pack is taken, the position before it is still needed by other replicas.
+        # Copy the state: after a pack is taken, other replicas still need the position before it.
         return copy.deepcopy(self._prefetcher.state())
 
     def _pack(self) -> Pack:

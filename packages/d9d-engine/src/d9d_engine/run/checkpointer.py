@@ -197,7 +197,7 @@ class Checkpointer:
             on_main(lambda: write_ending(self._job.run.directory, step, max(step, total), reason), self.store.group)
 
     def make_replicas_equal(self) -> None:
-        """Make replicas equal that a strategy lets diverge, before a save or evaluation. Collective over all ranks."""
+        """Before a save or evaluation, make replicas equal that a strategy lets diverge. Collective over all ranks."""
         for resynchronise in self._resynchronise:
             resynchronise()
 
@@ -341,7 +341,7 @@ class Checkpointer:
 
     @contextmanager
     def best_weights(self, progress: Progress) -> Iterator[Progress]:
-        """Put the weights of the best checkpoint into the model inside the block, then the saved last step's again.
+        """Load the best checkpoint's weights into the model inside the block, and the last step's weights after it.
 
         Collective over all ranks. After a failure inside the block, the model keeps the best checkpoint's weights.
 

@@ -29,7 +29,8 @@ TOKENIZER = "tokenizer"
 PROGRAMS = "programs.txt"
 #: File with facts of the start that reports show, such as the number of parameters.
 FACTS = "facts.json"
-#: Earlier job file of a run that was continued with another job, by the first step that the earlier job trained.
+#: Name of an earlier job file of a run that was continued with another job; the number is the first step that the
+#: earlier job trained.
 KEPT_JOB = "job-from-step-{}.yaml"
 #: File that marks a finished run.
 FILE = "finished.json"
@@ -64,7 +65,7 @@ def write_start(
     """Write a run's directory at its start: the job with all defaults, plugins, facts, tokenizer, pipeline programs.
 
     Removes the files by which an earlier start marked the run as finished, stopped or failed. A start that trains no
-    step only forgets an earlier failure, because the other files say how the weights were trained.
+    step writes nothing and only removes ``failed.json``, because the other files say how the weights were trained.
 
     Args:
         job: job of the run.

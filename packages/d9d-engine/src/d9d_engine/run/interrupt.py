@@ -15,7 +15,7 @@ from d9d_core.launcher import EXIT_STOPPED
 
 __all__ = ["Interrupts"]
 
-#: Exit status after a stop request: the same command continues.
+#: Exit status after a stop request: the same command continues the run.
 STOPPED = EXIT_STOPPED
 
 

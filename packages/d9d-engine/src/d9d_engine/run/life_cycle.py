@@ -27,7 +27,8 @@ class Outcome:
     """Outcome of a run.
 
     Attributes:
-        status: ``finished`` if all steps are done; ``stopped`` if the run was interrupted and saved.
+        status: ``finished`` if all steps are done or a subscriber ended the run; ``stopped`` if the run was interrupted
+            and saved.
         step: number of optimizer steps done.
     """
 
@@ -145,7 +146,7 @@ class LifeCycle:
         parts = self._parts
         with self.guarded(run):
             status, request = run.settle(), parts.interrupts.requested
-            # Before the outcome is written: it must not hide that the run has failed on another rank.
+            # Close before the outcome is written: the outcome must not hide that the run has failed on another rank.
             run.fail_together(lambda: self._close(run, status))
             if status == "finished":
                 parts.checkpointer.record_end(self.progress.step, parts.total_steps, parts.reason_to_end)

@@ -41,7 +41,7 @@ class Skips:
 
     @property
     def kept_before(self) -> tuple[int, ...]:
-        """Steps whose last earlier checkpoint is kept, because the weights of later checkpoints may be useless."""
+        """Steps before which the last checkpoint is kept, because the weights of later checkpoints may be useless."""
         return tuple(sorted({self.first, self.began} - {0}))
 
     def state(self) -> dict[str, int]:
@@ -66,7 +66,7 @@ def is_state(values: object) -> bool:
 class _Entry:
     step: int
     names: tuple[str, ...]
-    tables: Mapping[str, Table]  # whose values are on the device
+    tables: Mapping[str, Table]  # their values are on the device
     values: Tensor  # values of `names`, then the cells of each table; on the host once `copied` has passed
     copied: torch.Event | None
     host: Mapping[str, float] | None  # None if the step is checked but not logged
@@ -159,7 +159,7 @@ class Logbook:
             self._take(self._pending.popleft())
 
     def drain(self) -> None:
-        """Wait for all values; then every step so far was finite or skipped.
+        """Wait for the values of all steps so far; afterwards, each of them is known to be finite or skipped.
 
         Raises:
             NonFiniteError: a step was not finite and the policy is ``error``, or too many consecutive steps were not
@@ -217,7 +217,7 @@ def _copied(cells: Sequence[Tensor]) -> tuple[Tensor, torch.Event | None]:
     current = torch.accelerator.current_stream(device)
     if device.type != "mps":  # MPS has a single stream
         for cell in cells:
-            # For cells of another stream: the allocator must not reuse their memory while this stream reads it.
+            # A cell may come from another stream; the allocator must not reuse its memory while this stream reads it.
             cell.record_stream(current)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)

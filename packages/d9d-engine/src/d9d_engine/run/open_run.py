@@ -133,7 +133,7 @@ class OpenRun:
 
     def begin(self) -> None:
         """Tell subscribers that training starts."""
-        self.parts.events.failure = None  # an earlier run has raised its own
+        self.parts.events.failure = None  # if an earlier run failed, its failure was raised then
         self.deferred.enter_context(self.parts.events.deferring())
         self.parts.events.emit(ev.TrainingStarts(self.progress.step, self.parts.total_steps, self.parts.log))
 
@@ -150,7 +150,7 @@ class OpenRun:
     def advance(self) -> ev.StepResult | None:
         """Make one step, with the log entry, evaluation and checkpoint that are due.
 
-        ``None`` without a step, if a run with elastic replicas was asked to stop.
+        Returns ``None`` if no step was made, because a run with elastic replicas was asked to stop.
         """
         job, parts, progress = self.parts.job, self.parts, self.progress
         parts.topology.watchdog.phase("step", progress.step)
@@ -160,7 +160,7 @@ class OpenRun:
         try:
             result = make()
         except Exception as error:
-            if not isinstance(error, D9dError):  # those name their place
+            if not isinstance(error, D9dError):  # a D9dError names its own place
                 error.add_note(f"raised in step {progress.step + 1}")
             raise
         if result is None:
@@ -248,7 +248,7 @@ class OpenRun:
             raise self.parts.events.failure
 
     def settle(self) -> Literal["finished", "stopped"]:
-        """Save the last step, and export the model if all steps are done."""
+        """Save the last step; export the model if all steps are done or a subscriber ended the run."""
         step, total, reason = self.progress.step, self.parts.total_steps, self.parts.reason_to_end
         self._logbook.drain()
         if step or reason is not None:  # otherwise there is nothing to save
@@ -301,7 +301,7 @@ class OpenRun:
             return self.parts.export(progress, kind, directory, keep, partial(self.bar.told, "exporting"))
 
     def _prepared(self) -> Callable[[], ev.StepResult | None]:
-        """Return the function that makes the next step; fetch its microbatches, unless replicas may change the step."""
+        """Return the function that makes the next step; fetch its microbatches, unless elastic replicas share steps."""
         if self._attempts is not None:
             return partial(self._attempts.step, self.progress)
         with self.parts.profiler.ranges("data wait"):
@@ -322,7 +322,7 @@ class OpenRun:
 
     def _opened_logbook(self) -> Logbook:
         parts, progress, attempts = self.parts, self.progress, self._attempts
-        # The tokens of all replicas are logged, and the MFU of this replica's devices.
+        # The logged rate has the tokens of all replicas; MFU is computed from the rate of this replica's devices.
         of_replica = parts.utilisation if attempts is None else lambda rate: parts.utilisation(rate / attempts.replicas)
         return Logbook(
             self._write,
@@ -348,7 +348,7 @@ class OpenRun:
             self._logbook.record(progress.step, result, {"lr": lr}, values, self.clock.take(), statistics.beside)
         self.parts.log.deliver()
         progress.skips, progress.tokens = self._logbook.skips, self._logbook.tokens
-        if due:  # otherwise the period continues if the run is prolonged
+        if due:  # otherwise this is the last step, within a period, which continues if the run is prolonged
             statistics.reset()
 
     def _save(self, wait: bool = False) -> bool:

@@ -147,7 +147,7 @@ class _Transfer:
         # MPS has a single stream, and shares its memory with the CPU.
         self._has_streams = device.type not in ("cpu", "mps", "meta")
         self._beside = torch.Stream(device) if beside and self._has_streams else None
-        # A device with its index: the thread that receives a pack may have another current device.
+        # Keep the index of the device: the thread that receives a pack may have another current device.
         self._device = device if self._beside is None else self._beside.device
 
     def start(self, pack: Pack) -> _Transferred:
@@ -185,7 +185,7 @@ class _Transferred:
     copied: torch.Event | None = None
 
     def receive(self) -> Pack:
-        """Return the pack for use in the current stream, which waits for the copy; the thread does not wait."""
+        """Return the pack for use in the current stream, which waits for the copy; the host does not wait."""
         if self.copied is not None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_event(self.copied)
@@ -243,7 +243,7 @@ class _Worker:
                 return
             try:
                 transferred = self._transfer.start(_next_pack(self._stream))
-                # A copy, as the stream may modify the state it returned.
+                # Copy the state, because the stream may modify the state that it returned.
                 self._ready.put(_Taken(transferred, copy.deepcopy(self._stream.state())))
             except BaseException as error:  # raised again by `take`
                 self._ready.put(error)

@@ -88,7 +88,7 @@ class _Display(ChangingProgress):
 
 
 class _Activity:
-    """Activity between steps, with the text about its bytes.
+    """Activity between steps, such as a save, with a text about its processed bytes.
 
     Args:
         name: name of the activity.
@@ -254,6 +254,6 @@ def _display(columns: Sequence[ProgressColumn], below: Callable[[], str]) -> _Di
         below=below,
         console=console,
         redirect_stdout=own_lines,
-        speed_estimate_period=600,  # seconds; steps that take minutes have a speed, too
+        speed_estimate_period=600,  # seconds; long enough to show a speed if a step takes minutes
         refresh_per_second=_PER_SECOND,
     )

@@ -117,7 +117,7 @@ class Trainer:
         return self._parts.events
 
     def train(self) -> Outcome:
-        """Train from the newest checkpoint, if there is one, until all steps are done or an interrupt arrives.
+        """Train from the newest checkpoint, if there is one, until the run is finished or an interrupt arrives.
 
         After Ctrl-C or SIGTERM on any rank, all ranks finish the same step, save, and return. Collective over all
         ranks.
@@ -301,7 +301,7 @@ class Trainer:
         return taken
 
     def finish(self) -> Outcome:
-        """Save, export if all steps are done and the job asks for it, and close the run. Collective over all ranks.
+        """Save, export if the run is finished and the job asks for it, and close the run. Collective over all ranks.
 
         Raises:
             D9dError: see :meth:`train`.

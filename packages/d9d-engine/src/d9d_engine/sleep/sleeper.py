@@ -77,7 +77,7 @@ class Sleeper:
         return freed
 
     def wake(self, tags: Iterable[Tag]) -> int:
-        """Allocate and restore the memory of these tags, unless they are awake; return the number of tensors' bytes.
+        """Allocate and restore the memory of these tags, unless they are awake; return the number of restored bytes.
 
         Collective over all ranks if ``communicators`` is among the tags. Waits for the device.
 

@@ -10,7 +10,8 @@ from d9d_core.tensors import local
 from torch import Tensor, nn
 from torch import distributed as dist
 
-#: A gradient of at least 1 / _ALONE of a bucket is reduced alone: a call costs less than the two copies.
+#: A gradient of at least 1 / _ALONE of a bucket is reduced alone: one more all-reduce costs less than copying the
+#: gradient into the bucket and back.
 _ALONE = 8
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

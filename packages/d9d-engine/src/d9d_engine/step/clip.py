@@ -91,7 +91,7 @@ class Clipper:
         # A maximum reduction may lose a NaN, so NaNs are counted in the sum.
         index, count = self._place
         powers = power.reshape(1)
-        if count > 1:  # one message for all replicas, with the sum of each in its own element
+        if count > 1:  # reduce the sums of all replicas in one message; each replica has its own element
             powers = power.new_zeros(count)
             powers[index] = power
         last = torch.isnan(powers).to(powers.dtype) if maximum else powers
@@ -189,8 +189,8 @@ def counts(parameter: Tensor, topology: Topology, view: str | None = None, apart
     """Whether this rank is the first with its shard of a parameter, and so counts the shard in the norm.
 
     Ranks have different shards along mesh dimensions that shard the parameter. Along all other dimensions, and along
-    axes that the parameter's mesh does not span, the first rank counts. Pipeline ranks hold different parameters, and
-    ranks along the axes ``apart`` different values.
+    axes that the parameter's mesh does not span, the first rank counts. Each pipeline rank counts its own parameters,
+    and each rank along the axes ``apart`` counts its own replica.
     """
     if topology.world_size == 1:
         return True

@@ -142,7 +142,7 @@ class Executor:
         pack = [pack[index] for index in self._numbers]
         if not pack:
             for stage in self.stages:
-                self._gradients.reduce(stage)  # no gradients, which count as zeros
+                self._gradients.reduce(stage)  # this replica has no gradients; they count as zeros
             return StageLoss({})
         program, backwards, split = self._program(len(pack))
         state = StepState(step, pack, scale, backwards=Counter(backwards), split=split)
@@ -256,7 +256,7 @@ class Executor:
         return self._boundaries.after(stage, microbatch)
 
     def after_weights(self, stage: int) -> None:
-        """Tell the reducers of a stage that deferred weight gradients were added."""
+        """Tell a stage's gradient reducers that a microbatch's deferred weight gradients were added."""
         self._gradients.after_weights(stage)
 
     def _is_here(self, stage: int) -> bool:

@@ -79,7 +79,7 @@ class Gradients:
             reducer.before_backward(last=last, complete=complete)
 
     def after_weights(self, stage: int) -> None:
-        """Notify the reducers of a stage that deferred weight gradients are computed."""
+        """Tell a stage's gradient reducers that a microbatch's deferred weight gradients are computed."""
         for reducer in self._reducers[stage]:
             reducer.after_weights()
 

@@ -46,7 +46,7 @@ class LossScale:
     ) -> None:
         self._replica, self._replicas = place
         self._shares: Mapping[str, Tensor] = {}
-        #: Share of the replica in the weight of the first term in the last step, 0-d; ``None`` with one replica.
+        #: This replica's share, 0 to 1, of the first term's weight in the last step, 0-d; ``None`` with one replica.
         self.share: Tensor | None = None
         self._task = task
         self._auxiliary = auxiliary_losses
@@ -85,7 +85,7 @@ class LossScale:
             if group is not None:
                 dist.all_reduce(weights, group=group)
             return weights, weights
-        # One message for all replicas, with the sums of each in its own row.
+        # Reduce the sums of all replicas in one message; each replica has its own row.
         table = weights.new_zeros(self._replicas, *weights.shape)
         table[self._replica] = weights
         dist.all_reduce(table, group=group)
@@ -127,5 +127,5 @@ def on_device(number: int | float | Tensor, like: Tensor) -> Tensor:
     """Convert a number, or a 0-d device tensor, to a tensor [1] with the device and dtype of ``like``."""
     if isinstance(number, Tensor):
         return number.to(like.dtype).reshape(1)
-    # Filled by a kernel: a copy from the host would wait for the device.
+    # A kernel fills the tensor; a copy from the host would wait for the device.
     return like.new_full((1,), number)

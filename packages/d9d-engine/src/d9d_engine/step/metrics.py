@@ -95,7 +95,7 @@ class Statistics:
             self._before = copies
 
     def set_aside(self) -> None:
-        """Set all states aside, so that the metrics hold the updates of one attempt at a step only."""
+        """Set all states aside, so that the metrics hold only the updates of the attempt that follows."""
         self._aside = {n: {k: t.clone() for k, t in metric.state().items()} for n, metric in self._metrics.items()}
         self.reset()
 
@@ -206,7 +206,7 @@ class Statistics:
         if self._group is None:
             merged = {name: metric.state() for name, metric in self._metrics.items()}
         else:
-            # Clone: a file cannot store views of one buffer.
+            # Clone the tensors, because a file cannot store views of one buffer.
             reduced = self._reduced(self._packed())
             merged = {name: {key: t.clone() for key, t in of.items()} for name, of in reduced.items()}
         for name, metric in self._metrics.items():
@@ -268,7 +268,7 @@ def _named(metric: str, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, D9dError):  # those name their place
+        if not isinstance(error, D9dError):  # a D9dError names its own place
             error.add_note(f"raised in {method}() of metric '{metric}'")
         raise
 
@@ -314,6 +314,6 @@ def _expanded(metric: str, values: object) -> dict[str, Tensor | Table]:
 
 
 def _series(series: str, values: Tensor, names: tuple[str, ...]) -> dict[str, Tensor | Table]:
-    # One cast for all: the log would cast each value.
+    # Cast all values at once, because the log would cast each value.
     each = values.to(wide_dtype(values.device)).unbind()
     return {f"{series}/{name}": value for name, value in zip(names, each, strict=True)}

@@ -114,7 +114,7 @@ def check_replicas(
     outcomes = list(applied)
     _check_equalisable(parameters, ownership, topology, outcomes)
     sizes = _data_axes(topology, None)
-    # From all claims, because a pipeline rank may have no trained parameter, but the ranks must agree.
+    # Look at all claims, not at this rank's parameters: a pipeline rank may train none, but all ranks must agree.
     apart = {
         entry.axis: strategy
         for strategy, outcome in outcomes

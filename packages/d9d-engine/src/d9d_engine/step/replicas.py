@@ -102,7 +102,7 @@ class Replicas:
                 local(own[name]).copy_(values)
 
     def _average(self, tensor: Tensor) -> None:
-        # Summed in float32 at least, and in one order on all ranks, so that all replicas get the same bits.
+        # Sum in float32 or wider, and in one order on all ranks, so that all replicas get the same bits.
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         wide = wide.clone() if wide is tensor else wide
         dist.all_reduce(wide, group=self.group)

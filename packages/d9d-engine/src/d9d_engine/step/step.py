@@ -144,7 +144,7 @@ class TrainStep:
             self.optimizer.step(result.finite)  # a non-finite step changes nothing, decided on the device
         self.replicas.after_update(step + 1)  # replicas that take their own steps may meet
         self.ties.copy_values()  # parameters in several stages, such as a tied embedding
-        self.tallies.adapt(result.finite)  # such as the bias that balances the load of experts
+        self.tallies.adapt(result.finite)  # updates buffers such as the bias that balances the load of experts
         self.events.emit(ev.OptimizerStepEnds(step))
 
         self.statistics.settle(result.finite)

@@ -23,8 +23,8 @@ from torch import nn
 
 __all__ = ["Recompiled"]
 
-#: Number of first steps in which compilation is expected: for the first length, for other lengths, and for accumulated
-#: gradients.
+#: Number of first steps in which compilation is expected: Dynamo compiles for the first input length, again for other
+#: lengths, and again for accumulated gradients.
 FREE_STEPS = 3
 #: torch's logger of recompilation reasons, and the name of the artifact that enables it.
 LOGGER, ARTIFACT = "torch._dynamo.guards.__recompiles", "recompiles"
@@ -139,7 +139,7 @@ class CompilationLog:
                 callbacks.remove_end_callback(self._end)
 
     def after(self, step: int) -> None:
-        """Report the compilations since the last call: their seconds in the first steps, later also their causes.
+        """Report the compilations since the last call: in the first steps only their seconds, later also their causes.
 
         Args:
             step: number of steps done.

@@ -131,7 +131,7 @@ class ErrorFile:
     def _replace(self, text: str, when: float) -> None:
         headline = text.strip().rpartition("\n")[2]
         extra = {"py_callstack": text, "timestamp": str(int(when))}
-        # Atomically: the process may be killed while it writes, and a partial file would hide the cause.
+        # Write atomically: the process may be killed while it writes, and a partial file would hide the cause.
         write_text(self.path, json.dumps({"message": {"message": headline, "extraInfo": extra}}))
 
 
@@ -158,7 +158,7 @@ class FailureReporter:
 
     def raised(self, error: BaseException, claim: Callable[[str], str]) -> bool:
         """Report the exception that ends this rank unless another rank failed first; return whether it was reported."""
-        # The rank that failed may be later than this one, so this one must not claim to be the first.
+        # The rank that failed first may report later than this rank, so this rank must not claim to be the first.
         first = error.who if isinstance(error, OtherRankError) else None
         return self.tell(Failure.of(error, self.who, self._hide), claim if first is None else lambda _who: first)
 

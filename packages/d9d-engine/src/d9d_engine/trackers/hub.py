@@ -38,8 +38,8 @@ __all__ = ["TrackerHub"]
 ROOM = 1000
 #: Key, next to tracker names, of the pending entries in a checkpoint.
 BEHIND = "(behind)"
-#: Fraction of the patience after which an answering tracker counts as late. The checkpoint has a late tracker's pending
-#: entries, so waiting for it again and again would cost time on all ranks for little.
+#: Fraction of the patience after which an answering tracker counts as late. A checkpoint has the pending entries of a
+#: late tracker, so little is gained by making all ranks wait for it again and again.
 _SOON = 0.02
 _NOT_YET = "has not written everything yet"
 #: Largest number of invalid names that are reported; a dataset may have a million invalid labels.
@@ -105,7 +105,7 @@ class TrackerHub:
             info = replace(run, resumed_step=step)
             self._threads.append(_TrackerThread(name, tracker, info, self._states.get(name), self._warn))
             for kind, at, values in Backlog.read(behind[name]["entries"]) if name in behind else ():
-                self._queue(kind, at, values, self._threads[-1:])  # under the names that the tracker was given before
+                self._queue(kind, at, values, self._threads[-1:])  # with the names that the tracker got before
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log values after ``step`` steps. Does not wait."""
@@ -257,7 +257,7 @@ class TrackerHub:
         self._threads = []
 
     def _ask(self, call: Callable[[_TrackerThread], Callable[[TrackerRun], None]]) -> Callable[[], None]:
-        """Queue a call for all trackers; return a function that waits for the calls, only briefly for late trackers."""
+        """Queue a call for all trackers; return a function that waits for the calls, except to late trackers."""
         begin = time.monotonic()
         asked = []
         for thread in self._threads:
@@ -346,7 +346,7 @@ class _TrackerThread:
         if not left:
             raise failure
         failures: dict[str, Exception] = {}
-        # Try names that were accepted before first: if these fail too, the backend is the cause.
+        # First try names that the tracker has accepted before: if these fail too, the backend is the cause.
         for name in sorted(left, key=lambda name: (kind, name) not in self._taken):
             error = self._failure(run, kind, step, {name: left[name]}) if len(left) > 1 else failure
             if error is not None:

@@ -42,7 +42,7 @@ class LineFile:
         else:
             path.unlink(missing_ok=True)
         self._written = path.stat().st_size if path.exists() else 0
-        # Unbuffered, so that the number of written bytes is known.
+        # Write without a buffer, so that the number of written bytes is known.
         self._file = path.open("ab", buffering=0) if path.exists() or not lazy else None
 
     @property
@@ -124,7 +124,7 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _cut(path: Path, step: int, length: int | None) -> None:
-    # Line by line, as tables of a long run are large.
+    # Copy line by line, because tables of a long run are large.
     with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
         for begin, line in _read(path):
             if line["step"] < step or (line["step"] == step and (length is None or begin < length)):

@@ -57,7 +57,7 @@ def _colours(history: TableHistory) -> dict[str, Any]:
     neutral = history.last.neutral
     if neutral is None:
         return {"cmap": "viridis", "norm": Normalize(low, high)}
-    # A range from zero to at least twice the neutral value, so that small deviations look small.
+    # Show a range from zero to at least twice the neutral value, so that small deviations look small.
     span = max(high - neutral, neutral - low, abs(neutral)) or 1.0
     return {"cmap": "RdBu_r", "norm": TwoSlopeNorm(neutral, min(low, neutral - abs(neutral)), neutral + span)}
 

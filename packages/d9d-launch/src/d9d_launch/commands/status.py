@@ -21,7 +21,7 @@ def status(
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
-    """Show the state, the progress, the ending and the last lines. Exit status 1 if the run failed."""
+    """Show a submission's state, the run's progress and ending, and its last output. Exit status 1 if it failed."""
     from d9d_launch.engine import build_launcher, engine_config
     from d9d_launch.record import FOLDER, find_submission
     from d9d_launch.report import RunReport

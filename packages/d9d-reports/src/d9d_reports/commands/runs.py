@@ -46,7 +46,7 @@ def runs_compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs: the job fields in which they differ, their last values, and their curves."""
+    """Compare runs: the job fields in which they differ, the last values of their series, and their curves."""
     from d9d_engine.sparklines import sparklines
 
     from d9d_reports.runs.record import find_runs, unique_names

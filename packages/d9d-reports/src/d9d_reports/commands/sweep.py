@@ -38,7 +38,7 @@ def sweep(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
 ) -> None:
-    """Train each combination as a separate run. Finished runs are skipped, unfinished ones continue."""
+    """Train each combination of the grid as a separate run. Finished runs are skipped, unfinished ones continue."""
     from d9d_reports.runs.array_script import array_script
     from d9d_reports.runs.grid import combine
     from d9d_reports.runs.record import find_runs

@@ -1,4 +1,4 @@
-"""HTML tables, and texts of numbers and times; files of facts that they show."""
+"""HTML tables, formatted numbers and times, and the reading of a run's JSON files of facts."""
 
 from __future__ import annotations
 

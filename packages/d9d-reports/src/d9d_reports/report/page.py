@@ -18,7 +18,8 @@ from d9d_reports.report.tables import table_charts
 from d9d_reports.report.timeline import timeline_charts
 from d9d_reports.runs.record import RunRecord
 
-#: Untrusted texts of a run can neither run code nor load files in the browser.
+#: Policy of the page for the browser: it loads nothing from other places. Texts of a run are untrusted; they are
+#: escaped, because the policy allows the page's own inline scripts.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _STYLE = """
 :root{color-scheme:light dark;--text:#1c2733;--weak:#55616e;--line:#dde3e9;--back:#f6f8fa;--card:#fff;--bar:#3f7fd0;

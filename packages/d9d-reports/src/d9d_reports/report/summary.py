@@ -24,7 +24,7 @@ _SIZES: Mapping[str, str] = {
 }
 #: Names of the data's facts that the card shows, in this order.
 _AMOUNTS = ("documents", "conversations", "records", "samples", "tokens")
-#: Series of which the first logged one gives the peak memory.
+#: Memory series; the first of them that a run has logged gives its peak memory.
 _MEMORY = ("memory/reserved_gib", "memory/allocated_gib", "memory/resident_gib")
 _EVALUATION = re.compile(r"eval/(?:(.+)/)?loss")
 

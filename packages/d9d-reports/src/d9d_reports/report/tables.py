@@ -54,7 +54,7 @@ def _heat_map(history: TableHistory, table: Table, title: str) -> Chart:
     low, high = min(found, default=0.0), max(found, default=1.0)
     colours: dict[str, object] = {"zmin": low, "zmax": high, "colorscale": "Viridis"}
     if (neutral := table.neutral) is not None:
-        # A range from zero to at least twice the neutral value, so that small deviations look small.
+        # Show a range from zero to at least twice the neutral value, so that small deviations look small.
         span = max(high - neutral, neutral - low, abs(neutral)) or 1.0
         colours = {"zmin": neutral - span, "zmax": neutral + span, "colorscale": _DIVERGING}
     row, column, unit = map(plain, (table.row, table.column, table.unit))
@@ -70,7 +70,7 @@ def _heat_map(history: TableHistory, table: Table, title: str) -> Chart:
     }
     axes = {
         "xaxis": {"title": {"text": column}},
-        # A category axis, so that numeric names are not interpolated.
+        # Use a category axis, so that numeric names are not interpolated.
         "yaxis": {"title": {"text": row}, "autorange": "reversed", "type": "category"},
     }
     return Chart(title, [trace], axes, height=min(max(140 + 22 * rows, 220), 640))

@@ -21,7 +21,7 @@ from d9d_engine.run.directory import PROGRAMS
 
 from d9d_reports.report.series import Chart
 
-#: Type -> name in the legend, duration in units of a forward, and colour.
+#: Type of action -> name in the legend, duration in units of a forward's duration, and colour.
 _KINDS: dict[type[Action], tuple[str, float, str]] = {
     Forward: ("forward", 1, "#3f7fd0"),
     Backward: ("backward", 2, "#3a9a5b"),
@@ -33,7 +33,7 @@ _MOST = 6000
 
 
 class Box(NamedTuple):
-    """Box of a chart: one computation of a rank; times are in units of a forward.
+    """Box of a chart: one computation of a rank; times are in units of a forward's duration.
 
     An overlapped forward and backward are two boxes one after the other, the forward first.
     """

@@ -13,7 +13,7 @@ __all__ = ["KernelRule", "backend_names"]
 
 
 class KernelRule(Section):
-    """Backend of an op in some modules of the model; in modules that no rule matches, it is chosen automatically."""
+    """Backend of an op in some modules of the model; for all modules that no rule matches, d9d chooses a backend."""
 
     backend: str
     """Name of the backend."""

@@ -17,7 +17,8 @@ class Logging(Section):
     every: PositiveInt = 10
     """Steps between two logged steps; the first and the last step are always logged."""
     max_pending: NonNegativeInt = 2
-    """Steps that the host may run ahead of the newest values it has received, on a GPU; 0 waits for each step."""
+    """On a GPU, number of steps that the host may launch beyond the newest step whose values it has; 0 waits for the
+    values of each step."""
     peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Peak speed of one device in TFLOP/s, for the series ``mfu``; by default, the vendor's figure for dense bfloat16,
     on known GPUs."""

@@ -37,7 +37,7 @@ def node_warning(tp: int, per_node: int | None, collectives: StepCollectives) ->
     """
     if per_node is None or tp == 1 or per_node % tp == 0:
         return None
-    # Collectives over tp only: reductions over all ranks cross machines in any case.
+    # Count collectives over tp only: reductions over all ranks cross machines in any case.
     own = [entry.collective for entry in collectives.entries if entry.collective.group == "tp"]
     calls = sum(one.count for one in own)
     unknown = any(one.bytes is None for one in own)

@@ -113,7 +113,7 @@ def step_collectives(
     checked = CheckedTask(selection.task, task)
     program = assembly.pipeline.program(topology.coordinate["pp"], job.microbatches)
     shapes = {index: shape_of(job, assembly, program, index) for index in assembly.stages}
-    # First, because this sets the dtype of accumulated gradients, in which strategies may reduce.
+    # _of_loop runs first: it sets the dtype of accumulated gradients, in which strategies may reduce.
     loop = list(_of_loop(job, assembly, topology, checked))
     entries = [
         *_of_strategies(assembly, shapes),

@@ -94,7 +94,7 @@ def _run(
 
     Collective over ``pp``.
     """
-    # A copy, as a stream may change its state in place.
+    # Copy the state, because a stream may change it in place.
     count, start, seen = _count(stream, where), copy.deepcopy(stream.state()), 0
     numbers: list[Tensor] = []
     rows: list[Mapping[str, Tensor]] = []

@@ -20,7 +20,7 @@ def build_shared_step(
     gradients: Gradients,
     statistics: Statistics,
 ) -> SharedStep | None:
-    """Build the sums over elastic replicas; ``None`` if no strategy declares them.
+    """Build the object that sums a step's results over elastic replicas; ``None`` if no strategy declares replicas.
 
     Args:
         assembly: assembled stages.

@@ -67,7 +67,7 @@ def format_of_compute(
 
 
 def check_conversions(stages: Iterable[nn.Module], applied: Iterable[tuple[str, Applied]], otherwise: str) -> None:
-    """Check that strategies that convert parameters before the compute convert all of them, to one dtype.
+    """Check that the strategies which convert parameters for the forward convert all parameters, to one dtype.
 
     Args:
         stages: stages of this rank, after all strategies.

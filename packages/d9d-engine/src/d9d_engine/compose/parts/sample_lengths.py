@@ -21,7 +21,7 @@ def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> No
         JobError: a sample length is not a multiple of the number of parts into which ranks split samples.
     """
     if not isinstance(job, JobConfig):
-        return  # inference makes one pass, whose last lengths differ
+        return  # inference makes one pass, in which the last microbatches differ in length
     context = job.mesh.cp
     # A rank of cp has two chunks of each sample, see d9d_engine.distributed.positions.
     steps = {f"mesh.cp: {context} ranks split each sample into two chunks each": 2 * context if context > 1 else 1}
