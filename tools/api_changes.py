@@ -48,8 +48,8 @@ def unfit(before: Deprecations, after: Deprecations, release: str, newest: int) 
 
     Args:
         before: recorded module -> old name -> facts of its deprecation.
-        after: the same of now.
-        release: release in which a change of today appears.
+        after: current module -> old name -> facts of its deprecation.
+        release: next release, in which a change made now appears.
         newest: newest plugin API.
     """
     major, minor = map(int, release.split("."))

@@ -3,10 +3,10 @@
     uv run python tools/elastic_campaign.py --kill 200 --seed 1          in an environment that has torchft
 
 Replicas of one rank train toy data on the CPU and save checkpoints. Random replicas get SIGKILL at random moments, also
-while they start, heal or save, and are started again at once; a replica that has committed a step always stays. The
-campaign fails, with exit status 1, if a committed step did not run each of its samples exactly once, if the replicas
-end with different bits, or if their results differ from the undisturbed run's by more than 1e-5. It prints undone
-attempts, stalls of the survivors and recovery times.
+while they start, take a state or save, and are started again at once; a replica that has committed a step always stays.
+The campaign fails, with exit status 1, if a committed step did not run each of its samples exactly once, if the
+replicas end with different bits, or if their results differ from the undisturbed run's by more than 1e-5. It prints
+undone attempts, stalls of the survivors and recovery times.
 """
 
 from __future__ import annotations

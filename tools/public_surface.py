@@ -189,8 +189,8 @@ def declarations() -> dict[str, Any]:
 def breaking(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Sentences about changes between two surfaces that break plugins of an API that both support.
 
-    A newer API may change parameters and members, because d9d can tell plugins by ``D9D_API``; names are gone only with
-    the oldest API.
+    A newer API may change parameters and members, because d9d can tell plugins by ``D9D_API``; names may disappear
+    only together with the oldest API.
     """
     (oldest, newest), (new_oldest, new_newest) = before["plugin APIs"], after["plugin APIs"]
     if oldest != new_oldest:

@@ -6,9 +6,10 @@
 
 A step is a row of matrix products and an update of every parameter and moment in place, as a fused optimizer makes it.
 A save begins after a step; then the given number of steps runs on. The added time of a save is how much longer these
-steps take, from before the save to the end of the last one, than the same steps without a save. Writing goes on in the
-background meanwhile; what it takes after the last step is no stall and is not counted. A chip that rested during the
-writing is cooler and faster, so as many steps run before each measurement. The first row saves nothing: it is noise.
+steps take, from before the save to the end of the last one, than the same steps without a save. The checkpoint is
+written in the background meanwhile; time of the writing after the last step is no stall and is not counted. A chip
+that rested during the writing is cooler and faster, so the same number of steps runs before each measurement. The
+first row of the table saves nothing and shows the noise.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Training:
     """Training state to save, and the step that changes it.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
         device: device of the training state.
     """
 
@@ -119,8 +120,8 @@ class Torchs:
     """``torch.distributed.checkpoint.async_save``.
 
     Args:
-        training: what to save.
-        directory: where.
+        training: training state to save.
+        directory: directory of the checkpoints.
         pinned: copy to pinned memory, in a thread; by default torch copies at once, to ordinary memory.
     """
 

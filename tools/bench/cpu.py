@@ -6,10 +6,10 @@
     python tools/bench/cpu.py --tables                     only the table of benchmarks/README.md, from its files
 
 The other commit gets a worktree and an environment of its own, in a temporary directory, by ``git worktree`` and ``uv
-sync``; both go when the measurement ends. This commit runs in the environment that starts the bench. Each round
-measures a part on both sides, each first in every other round, in processes of their own with one thread; the ratio of
-a round is this commit's time over the other's. Fewer than five rounds say little on a machine that does other things.
-The result goes into ``benchmarks/`` and, from there, into its page.
+sync``; both are removed when the measurement ends. This commit runs in the environment that starts the bench. Each
+round measures a part on both sides, each first in every other round, in processes of their own with one thread; the
+ratio of a round is this commit's time over the other's. Fewer than five rounds say little on a machine that does other
+things. The result goes into ``benchmarks/`` and, from there, into its page.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def rounds(
     """
     found: dict[str, list[list[float]]] = {}
     for number in range(-1, count):
-        # Alternate the order: the first contender after a pause runs at other GPU clocks.
+        # Alternate the order, so that both sides come first equally often.
         order = list(enumerate(pythons))[:: 1 if number % 2 else -1]
         for part in parts:
             for side, python in order:

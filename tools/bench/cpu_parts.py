@@ -1,7 +1,7 @@
 """Parts of ``tools/bench/cpu.py``, each run by the Python of the environment that is measured, in a process of its own.
 
-Only what has been declared for long is called, so that a part runs on earlier commits, too. A part gives seconds by
-name: medians of repetitions in one process, after one that is not counted.
+Parts call only interfaces that have been declared for long, so that they also run on earlier commits. A part returns
+seconds by name: medians over repetitions in one process, after a repetition that is not counted.
 """
 
 from __future__ import annotations

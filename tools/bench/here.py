@@ -1,4 +1,4 @@
-"""Where a process of a benchmark stands."""
+"""Position of a benchmark's process in the mesh of its job, and a wait for the device and all ranks."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ class Sizes:
         tokens: rows of norms, gates and rotations; half as many are routed to experts.
         length: positions of a sample.
         hidden, feed_forward: features.
-        heads, key_heads, head_size: of attention.
-        experts, chosen: of a router, and how many each token takes.
-        loss_tokens, words: of the loss.
-        billions: parameters of an optimizer's step, in billions.
+        heads, key_heads, head_size: numbers of query heads and of key heads of attention, and features of a head.
+        experts, chosen: number of experts of a router, and number of experts of a token.
+        loss_tokens, words: tokens and vocabulary entries of the loss.
+        billions: parameters that an optimizer's step updates, in billions.
         copy_gib: size of the tensor that is copied for the bandwidth.
-        samples: of the block, each of ``length`` positions.
+        samples: samples of the block, each of ``length`` positions.
     """
 
     tokens: int = 32_768
@@ -67,7 +67,7 @@ class Bench:
     """Measurements on one device, in bfloat16.
 
     Args:
-        sizes: of everything.
+        sizes: sizes of all measurements.
         device: type of the device; times of a CPU are of single calls, which only try the code.
     """
 
@@ -133,8 +133,8 @@ class Case:
     """Case of an op.
 
     Attributes:
-        op: its name.
-        shape: in words.
+        op: name of the op.
+        shape: description of the shape.
         backends: name -> function.
         inputs: positional arguments.
         bytes: fewest bytes that a forward, and a backward, must read and write.
@@ -230,8 +230,8 @@ def measure_ops(bench: Bench, rate: float) -> list[Row]:
     """Forward and backward of each case.
 
     Args:
-        bench: the device.
-        rate: of a copy, terabytes per second.
+        bench: measurements on the device.
+        rate: bandwidth of a copy, in terabytes per second.
     """
     rows: list[Row] = []
     for case in cases(bench):

@@ -107,8 +107,8 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
             for method in ("all_gather", "ring", "ulysses")
         ),
     ),
-    # Documents of 4,096 tokens, so that a step of a million takes seconds; its memory equals a single document's. The
-    # first of each fits into 80 GB.
+    # Documents of 4,096 tokens, so that a step of a million tokens takes seconds; the memory is the same as with
+    # samples of one document. The first row of each kind fits into 80 GB.
     "longest": (
         *(replace(_LONG, length=count * 65_536, document=4096) for count in (4, 5)),
         *(replace(context_row("all_gather", 1, count * 65_536), document=4096) for count in (9, 10, 11)),

@@ -4,10 +4,10 @@
     python tools/bench/layouts.py --rows long --only 131072 --seconds 200
     python tools/bench/layouts.py --tiny                               # tiny models on the CPU: tries the tool
 
-Rows of as many ranks share their processes, one job after the other; if they die, or wait for each other for too long,
-the next row begins in new ones. Communication is the time of a step in which its kernels run, and exposed what of that
-no other kernel covers. A row's ``sixth step`` counts from the launch of its processes: the time that a
-user waits, in the first row.
+Rows with the same number of ranks share their processes, one job after the other; if the processes die, or wait for
+each other for too long, the next row begins in new ones. Communication is the time of a step in which communication
+kernels run; exposed is the part of this time in which no other kernel runs. A row's ``sixth step`` counts from the
+launch of its processes: in the first row, it is the time that a user waits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure(
 
     Args:
         rows: rows to measure.
-        gpu: rates of predictions.
+        gpu: name of the GPU whose rates the predictions use.
         seconds: limit for the whole measurement.
         table: name of the table.
         before: answers of earlier calls on the same machine; they join the table.
@@ -98,7 +98,7 @@ def measure(
 
 
 def _processes(row: Row) -> tuple[bool, bool, int]:
-    """Key of the rows that share processes; rows with pipelines choose of CUDA what their jobs do, see `begin`."""
+    """Key of the rows that share processes; rows with pipelines set CUDA's variables as their jobs do, see `begin`."""
     return "pp" in dict(row.mesh), row.only_transfers, -row.ranks
 
 

@@ -4,9 +4,9 @@
     python tools/bench/loss_curves.py --moe --settings fast reference
     python tools/bench/loss_curves.py --settings fast fp8-rowwise fp8-blockwise fp8-tensorwise --seeds 5
 
-A Qwen3 learns English and Python from what every Python installation brings along, documents packed into samples: on
-CUDA 12 layers of 1,024 in seconds a curve, elsewhere a tiny one. The settings share initial weights and data for each
-seed. A difference between them counts where it is larger than what another seed makes: the noise is the standard
+A Qwen3 learns English and Python from the texts of the Python installation, with documents packed into samples: on CUDA
+a model of 12 layers of 1,024 features, in seconds per curve; elsewhere a tiny model. For each seed, the settings share
+initial weights and data. A difference between settings is relevant only if it is larger than the noise, the standard
 deviation of the first setting's losses over seeds. Needs d9d-data, d9d-optim, d9d-qwen3 and for float8 d9d-fp8; the
 result is one JSON file, and a picture where matplotlib is installed.
 """
@@ -117,12 +117,13 @@ def compared(curves: Curves, steps: Sequence[int]) -> dict[str, Any]:
 
     Args:
         curves: setting -> the losses of each seed.
-        steps: at which losses are compared.
+        steps: steps at which losses are compared.
 
     Returns:
         ``noise``, the standard deviation of the first setting's losses over seeds, root mean square over the steps;
-        absent with one seed. For each setting ``losses`` and, but for the first, ``differences``, of means over seeds
-        of pairs of one seed; ``largest``, of these; and ``over_noise``, that over the noise of such a mean.
+        absent with one seed. For each setting ``losses``, means over seeds. For each setting except the first also
+        ``differences`` from the first setting, means over the pairs of one seed; ``largest``, the largest difference;
+        and ``over_noise``, the largest difference divided by the noise of such a mean.
     """
     base, *others = curves
     at = {name: [[smooth(curve, step) for step in steps] for curve in found] for name, found in curves.items()}

@@ -5,8 +5,8 @@
     python tools/bench/memory_predictions.py --only lora --seconds 60
 
 Each row is a job that this process builds, trains for some steps and frees. The peak excludes the first steps, which
-compile kernels. One line a row as soon as it is there, then the largest errors, and Spearman's rank correlation of
-predicted and measured times.
+compile kernels. The tool prints one line per row as soon as the row is measured, then the largest errors, and
+Spearman's rank correlation of predicted and measured times.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Both start from the same weights and see the same tokens: bfloat16 parameters and optimizer states, fused AdamW, the
 exact loss over the whole vocabulary. Blocks of steps alternate between the two, so that clocks and neighbours disturb
-both alike. One step of ours runs with every wait of the host for the device made an error, and a profile of one step
-says where the time goes.
+both alike. In one step of d9d, every wait of the host for the device is an error, and a profile of another step shows
+where the time goes.
 """
 
 from __future__ import annotations

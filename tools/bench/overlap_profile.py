@@ -10,8 +10,8 @@ forward of the second with the backward of the first. Three ways to run the same
 - ``streams``: one after the other, but each stage on its own stream;
 - ``pairs``: :class:`d9d_pipeline.overlap.pair_runner.PairRunner` on these streams.
 
-A profile of each then tells for how much of the time of all-to-all kernels a compute kernel of the other side ran: the
-forward's are launched by the main thread, the backward's by autograd's.
+A profile of each then shows for how much of the time of all-to-all kernels a compute kernel of the other side ran. The
+main thread launches the kernels of the forward, autograd's thread the kernels of the backward.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ class Run:
     """Run of microbatches through both stages, with or without overlap.
 
     Args:
-        stages: both.
+        stages: both stages.
         microbatch: ``tokens`` and ``targets`` [B, S].
-        streams: of the stages; all on the current one if ``None``.
-        pair: runs a forward and a backward.
+        streams: streams of the stages; ``None`` runs everything on the current stream.
+        pair: function that runs a forward and a backward.
     """
 
     def __init__(

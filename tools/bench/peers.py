@@ -4,9 +4,9 @@
     python tools/bench/peers.py --what tp --samples 4     # where memory is short
     python tools/bench/peers.py --tiny                    # tiny models on the CPU: tries the tool
 
-Starts torchrun itself. Contenders take turns in one pair of processes, each built anew for its turn; one that fails is
-left out of later rounds, and the next turns are taken in new processes. Communication is the time of a step in which
-its kernels run, and exposed what of that no other kernel covers.
+The tool starts torchrun itself. Contenders take turns in one pair of processes, each built anew for its turn; a
+contender that fails is left out of later rounds, and the next turns are taken in new processes. Communication is the
+time of a step in which communication kernels run; exposed is the part of this time in which no other kernel runs.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def contenders_of(
     Args:
         what: axis over which both ranks share the model's work.
         samples: samples of a step; 8 of 4,096 positions or 2 of 16,384, if absent.
-        attention: kernel that the peers prefer. If absent, ``cudnn`` for ``tp``, as torchtitan does, and ``flash`` for
-            ``cp``: where a ring takes half a shard, torch 2.11 tells the backward the lengths of a whole one, which
-            flash attention does not read.
+        attention: kernel that the peers prefer. If absent, ``cudnn`` for ``tp``, as in torchtitan, and ``flash`` for
+            ``cp``: for the turns of a ring that use half a shard, torch 2.11 passes the lengths of a whole shard to the
+            backward; flash attention does not read these lengths.
         tiny: tiny models that are not compiled.
     """
     if what == "tp":
@@ -113,9 +113,9 @@ def measure(contenders: Sequence[Contender], rounds: int, seconds: float | None,
     """All measurements, as JSON values.
 
     Args:
-        contenders: of all comparisons.
-        rounds: turns of each; every second round is in reverse order.
-        seconds: after which what has been measured must do.
+        contenders: contenders of all comparisons.
+        rounds: number of turns of each contender; every second round is in reverse order.
+        seconds: time limit, after which the tool uses the measurements that it has.
         table: name of the table.
 
     Raises:

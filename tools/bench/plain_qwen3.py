@@ -101,10 +101,10 @@ class PlainQwen3(nn.Module):
     """Dense Qwen3 with a separate head, without tied embeddings.
 
     Args:
-        values: model of a job file.
+        values: section ``model`` of a job file.
 
     Raises:
-        ValueError: it is another model.
+        ValueError: the section describes another model.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Processes of a benchmark that has as many ranks as GPUs: launched, watched, and ended if they stand still."""
+"""Processes of a benchmark with one rank per GPU: launches and watches them, and ends them if they make no progress."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def answers_of(
             ``more``; see :func:`rank_steps.answer_all`.
         questions: each with a ``name``.
         ranks: number of processes.
-        seconds: after which the processes are ended, and what has no answer by then gets none.
-        directory: for the two files.
+        seconds: time limit, after which the processes are ended, and the remaining questions get no answer.
+        directory: directory for the two files.
         more: further arguments.
     """
     asked, answered = directory / "questions.json", directory / "answers.jsonl"

@@ -58,9 +58,9 @@ def answer_all(
     Args:
         asked: file with the list of questions, in JSON.
         answered: file of answers, one a line.
-        device: of this rank.
-        measure: puts its results for a question into the answer; an exception becomes ``failed`` in the answer.
-        said: line about an answer, for a reader who waits.
+        device: device of this rank.
+        measure: function that writes its results for a question into the answer; an exception becomes ``failed`` in it.
+        said: function that returns a line about an answer, to print.
     """
     for question in json.loads(asked.read_text(encoding="utf-8")):
         answer: dict[str, Any] = {"hardware": hardware()}
@@ -90,11 +90,11 @@ def measured_steps(
     """Measurement of a step on the slowest rank: seconds, tokens per second and GPU, peak memory, communication.
 
     Args:
-        step: the next one; returns its loss, on the device. Collective over all ranks.
-        tokens: of a step and rank.
-        device: of this rank.
-        launched: when the processes were, as ``time.time()`` tells it.
-        window: seconds that are measured.
+        step: function that runs the next step and returns its loss, on the device. Collective over all ranks.
+        tokens: number of tokens of a step on one rank.
+        device: device of this rank.
+        launched: time at which the processes were launched, as from ``time.time()``.
+        window: seconds to measure.
     """
     try:
         gc.collect()

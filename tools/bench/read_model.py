@@ -1,4 +1,4 @@
-"""How fast a model directory is read, against reading the same bytes with nothing in between.
+"""Speed of reading a model directory, compared with plain reads of the same bytes.
 
     python tools/bench/read_model.py                       (8 GiB)
     python tools/bench/read_model.py --gib 0.1 --rounds 1  (a smoke run)

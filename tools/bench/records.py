@@ -1,4 +1,4 @@
-"""Results as files: numbers with the hardware, versions, command and commit that they are of, and tables in pages."""
+"""Results as files: numbers with the hardware, versions, command and commit of their measurement; tables in pages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read(folder: Path, kind: str) -> list[dict[str, Any]]:
     """Results of a kind, in order of their file names.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         kind: key that results of this kind have, and no others: ``contenders``, ``kernels`` or ``cpu``.
     """
     found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json")))
@@ -70,7 +70,7 @@ def fill(page: str, text: str, marks: tuple[str, str]) -> str:
     """Text of a page with new text between two marks.
 
     Raises:
-        SystemExit: it has none.
+        SystemExit: the page lacks the marks.
     """
     head, mark, rest = page.partition(marks[0])
     end, tail = rest.partition(marks[1])[1:]

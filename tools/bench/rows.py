@@ -40,15 +40,16 @@ class Row:
         samples: samples of a step; of each data-parallel rank, if there are several.
         length: positions of a sample.
         microbatch: samples of a forward; all of a rank's, if absent.
-        layers: layers of the model, if not its own number.
-        compiled: blocks are compiled.
-        recomputed: activations are computed again in the backward.
-        optimizer: its name.
-        precision: ``bfloat16`` or ``float32`` parameters and states, or float32 ones and ``autocast`` to bfloat16.
+        layers: number of layers; by default the model's own.
+        compiled: whether blocks are compiled.
+        recomputed: whether activations are computed again in the backward.
+        optimizer: name of the optimizer.
+        precision: ``bfloat16`` or ``float32``: format of parameters and states; ``autocast``: float32, cast to
+            bfloat16.
         peft: fine-tuning method; its values as in a job file.
         mesh: axes with several ranks, and their sizes.
         parallel: strategies of the layout, by name or as in a job file.
-        schedule: of the pipeline.
+        schedule: schedule of the pipeline.
         document: positions of each of the documents that are packed into samples; a sample is one, if absent.
     """
 

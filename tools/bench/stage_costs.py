@@ -1,4 +1,4 @@
-"""What each pipeline stage and each transfer costs on its own, and the step that the simulator makes of that."""
+"""Measured cost of each pipeline stage and each transfer alone, and the step that the simulator predicts from them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Clock:
     """Timer of intervals between ticks, on the device's clock.
 
     Args:
-        device: whose.
+        device: device to time.
         plug: work that keeps the device busy while the host launches the measured calls.
     """
 

@@ -54,7 +54,7 @@ class Peer:
         rotate: method by which ``cp`` moves keys and values: ``allgather`` or ``alltoall``.
         attention: kernel of attention that is preferred: ``cudnn`` or ``flash``.
         backend: compiler of blocks and loss; nothing is compiled, if absent.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
     """
 
     axis: Literal["tp", "cp"]
@@ -84,9 +84,9 @@ class Spread:
     """Parallelised model of a peer on this rank.
 
     Attributes:
-        model: whose parameters are DTensors.
-        backward: gradients of a step are added to the parameters', and its mean loss over all ranks comes back, float32
-            []; collective over all ranks.
+        model: model whose parameters are DTensors.
+        backward: function that adds the gradients of a step to the parameters' gradients, and returns the mean loss
+            over all ranks, float32 []; collective over all ranks.
     """
 
     model: nn.Module

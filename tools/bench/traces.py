@@ -1,4 +1,4 @@
-"""What ran on the GPU, as torch's profiler saw it."""
+"""Kernels that ran on the GPU, as recorded by torch's profiler."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def recorded(work: Callable[[], None], device: torch.device, trace: Path | None 
     """Kernels that a function launches.
 
     Args:
-        work: ends when the device is done.
-        device: which.
+        work: function to record; it returns when the device has finished.
+        device: device to record.
         trace: file for the Chrome trace.
     """
     cuda = device.type == "cuda"

@@ -3,11 +3,11 @@
     python tools/bench/trackers.py
     python tools/bench/trackers.py --rounds 9 --steps 60 --hidden 512
 
-Rounds alternate between the kinds of runs in one process, each with a trainer of its own that has taken its first
-steps, whose trackers are open, and which has saved its first checkpoint: a tracker that is late for that is waited for
-once, for ten seconds at most. Further checkpoints are part of the measurement. A line per round, then the median of
-the ratios within rounds. Where processes of other people share the machine, single rounds differ by more than what is
-measured: none against none is shown too.
+Rounds alternate between the kinds of runs in one process. Each run has a trainer of its own, and is measured after its
+first steps, when its trackers are open and its first checkpoint is saved; this first save waits for a late tracker, for
+ten seconds at most. Further checkpoints are part of the measurement. The tool prints a line per round, then the median
+of the ratios within rounds. If other processes use the machine, single rounds differ by more than the measured effect;
+so a run without trackers is also compared with itself.
 """
 
 from __future__ import annotations

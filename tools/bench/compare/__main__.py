@@ -7,9 +7,10 @@
     python tools/bench/compare --tiny                         the whole harness on a CPU, in less than a minute
     python tools/bench/compare --tables                       only the tables of benchmarks/README.md, from its files
 
-Same shapes, data, number formats, optimizer and clipping, the exact loss over the whole vocabulary. Each contender runs
-in a process of its own, round after round in changing order (:mod:`rounds`), by its public interface alone; one that is
-not installed is left out with the reason. The result goes into ``benchmarks/`` and, from there, into its page.
+All contenders have the same shapes, data, number formats, optimizer and clipping, and the exact loss over the whole
+vocabulary. Each contender runs in a process of its own, round after round in changing order (:mod:`rounds`), by its
+public interface alone; a contender that is not installed is left out with the reason. The result goes into
+``benchmarks/`` and, from there, into its page.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def microbatch_of(setting: Setting, number: int) -> dict[str, Tensor]:
     """Microbatch of a step, on the CPU.
 
     Args:
-        setting: its sizes.
-        number: of the microbatch; it depends on this and on the sizes, on nothing else.
+        setting: setting of the comparison, which gives the sizes.
+        number: number of the microbatch, which seeds its content.
 
     Returns:
         ``tokens`` and ``targets`` int64 [B, S]; packed data has ``positions`` and ``documents`` too, and no target
@@ -74,7 +74,7 @@ class ComparedConfig(PluginConfig):
     name: Literal["compared"] = "compared"
     """Selects the dataset."""
     model: str
-    """As in :class:`settings.Setting`, like the following."""
+    """Name of the model in :data:`settings.MODELS`."""
     sequence_length: int
     """Positions of a sample."""
     samples: int

@@ -41,10 +41,10 @@ def training_step(
     """Step of a model in training.
 
     Args:
-        model: whose parameters train.
+        model: model to train.
         loss_of: mean loss of a microbatch on the device.
-        setting: of the comparison.
-        device: of the model.
+        setting: setting of the comparison.
+        device: device of the model.
     """
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=fused)

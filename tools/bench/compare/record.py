@@ -21,10 +21,10 @@ def summary(setting: Setting, answers: Mapping[str, Sequence[Answer]], command: 
     """All results of a comparison, as JSON values.
 
     Args:
-        setting: of the comparison.
-        answers: of the contenders, round by round.
-        command: that made it.
-        taken: when, as a date.
+        setting: setting of the comparison.
+        answers: answers of the contenders, round by round.
+        command: command that made the comparison.
+        taken: date of the comparison.
     """
     machine = next(answer["hardware"] for found in answers.values() for answer in found if "hardware" in answer)
     peak = known_peak(machine["device"])

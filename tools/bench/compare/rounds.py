@@ -1,7 +1,8 @@
 """Rounds of a comparison: each contender in a process of its own, one after another, in changing order.
 
-One at a time, so that each has the whole memory of the device, however little it leaves; anew in each round, so that
-the spread over rounds holds what differs from start to start. Compiled code comes from torch's cache after the first.
+Contenders run one at a time, so that each has the whole memory of the device. Each starts anew in each round, so that
+the spread over rounds includes the differences between starts. After the first round, compiled code comes from torch's
+cache.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def ask(name: str, setting: Setting, profiled: bool, seconds: float | None = Non
     """Answer of one contender in one round, see :func:`worker.run_round`.
 
     Args:
-        name: of the contender.
-        setting: of the comparison.
-        profiled: measure the time by kind too.
-        seconds: most time for it; ``None`` for any.
+        name: name of the contender.
+        setting: setting of the comparison.
+        profiled: whether to measure the time by kind of work, too.
+        seconds: longest time for the answer; ``None`` for no limit.
     """
     with tempfile.TemporaryDirectory() as directory:
         answer = Path(directory, "answer.json")
@@ -58,13 +59,13 @@ def run(
     """Answers of all contenders, round by round. A contender that is skipped or fails is not run again.
 
     Args:
-        setting: of the comparison.
-        names: contenders.
-        rounds: how many.
+        setting: setting of the comparison.
+        names: names of the contenders.
+        rounds: number of rounds.
         budget: seconds; a round that would not fit is left out, and a contender in the first round gets the remaining
             time.
-        say: prints a line.
-        asked: gives an answer.
+        say: function that prints a line.
+        asked: function that returns the answer of a contender.
     """
     answers: dict[str, list[Answer]] = {name: [] for name in names}
     began = time.perf_counter()

@@ -65,11 +65,12 @@ class Setting:
         length: positions of a sample.
         samples: samples of a step.
         data: ``random`` tokens in samples of one document, or ``packed`` documents.
-        precision: ``bfloat16`` parameters and optimizer states, float32 ones and ``autocast`` to bfloat16, or ``fp8``:
-            bfloat16 ones, and the products of linear layers in blocks in float8, by the recipe :data:`RECIPE`.
-        checkpointed: activations are computed again in the backward.
+        precision: ``bfloat16``: parameters and optimizer states in bfloat16; ``autocast``: both in float32, with
+            autocast to bfloat16; ``fp8``: as ``bfloat16``, and the products of linear layers in blocks in float8, by
+            the recipe :data:`RECIPE`.
+        checkpointed: whether activations are computed again in the backward.
         backend: compiler behind Dynamo.
-        warmup: steps before those that are measured, in each round.
+        warmup: number of steps before the measured ones, in each round.
         steps: measured steps of a round.
     """
 

@@ -25,13 +25,13 @@ def build(setting: Setting, device: torch.device) -> Contender:
     """Contender with compiled blocks and a compiled loss; packed documents by flex attention.
 
     Raises:
-        NotHereError: it is not installed, in a version with other names, or the setting asks for more than it does.
+        NotHereError: torchtitan is not installed, its version has other names, or it does not support the setting.
     """
     return _build(setting, device, "full")
 
 
 def build_selective(setting: Setting, device: torch.device) -> Contender:
-    """Contender whose checkpointed blocks keep the same as its Qwen3: attention, and every second product."""
+    """Contender whose checkpointed blocks keep the same outputs as its Qwen3: attention, and every second product."""
     if not setting.checkpointed:
         raise NotHereError("nothing is computed again at this length")
     return _build(setting, device, "selective")
@@ -141,7 +141,7 @@ def _sizes(setting: Setting, packed: bool) -> dict[str, Any]:
 
 
 def _llama_sizes(setting: Setting, packed: bool) -> dict[str, Any]:
-    """Sizes of its Llama, whose features inside are 8 / 3 of the hidden ones, times a factor, rounded up."""
+    """Sizes of torchtitan's Llama, whose features inside are 8 / 3 of the hidden ones, times a factor, rounded up."""
     values = setting.model_values
     hidden, inside = values["hidden_size"], values["intermediate_size"]
     attention = {"attn_type": "flex", "attn_mask_type": "block_causal"} if packed else {}
@@ -159,7 +159,7 @@ def _llama_sizes(setting: Setting, packed: bool) -> dict[str, Any]:
 
 
 def _gpt_oss_sizes(setting: Setting, packed: bool) -> dict[str, Any]:
-    """Sizes of its gpt-oss, whose other sizes are gpt-oss-20b's by default."""
+    """Sizes of torchtitan's gpt-oss, whose other sizes are gpt-oss-20b's by default."""
     from torchtitan.models.moe import MoEArgs
 
     config = setting.config()

@@ -38,9 +38,9 @@ def roofline(
     """Achieved rates by kind of work.
 
     Args:
-        setting: of the comparison.
-        kinds: milliseconds of a step.
-        parameters: of the model.
+        setting: setting of the comparison.
+        kinds: milliseconds of a step by kind of work.
+        parameters: number of parameters of the model.
         optimizer_bytes: see :class:`~contender.Contender`.
 
     Returns:

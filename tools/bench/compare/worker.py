@@ -22,9 +22,9 @@ def run_round(name: str, setting: Setting, profiled: bool) -> dict[str, Any]:
     """Measure one round of a contender.
 
     Args:
-        name: of the contender.
-        setting: of the comparison.
-        profiled: measure the time by kind too, after the round.
+        name: name of the contender.
+        setting: setting of the comparison.
+        profiled: whether to measure the time by kind of work, too, after the round.
 
     Returns:
         ``seconds`` of a step, ``losses`` of the first steps, ``start_seconds`` until the warm-up was over, and the

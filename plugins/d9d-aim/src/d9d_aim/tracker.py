@@ -82,7 +82,8 @@ class AimTracker:
             **arguments,
         )
         if config.log_system_params:
-            # Written here in Aim's format, because Aim's own code fails if setuptools lacks `pkg_resources`.
+            # This method writes the environment itself, in Aim's format, because Aim's code fails if setuptools lacks
+            # `pkg_resources`.
             run["__system_params"] = {
                 "packages": {installed.name: installed.version for installed in distributions()},
                 "env_variables": get_environment_variables(),
@@ -157,7 +158,7 @@ class AimRun:
             except ValueError as error:
                 if "Incompatible data types" not in str(error):
                     raise
-                # Aim allows one value type per name: the first type gets the plain name, others get a suffix.
+                # Aim allows one value type per name: the first type keeps the plain name, other types get a suffix.
                 self._run.track(value, name=f"{name} ({kind})", step=step, context=dict(tags))
 
     def _check(self) -> None:

@@ -23,5 +23,5 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             supports=Ref(f"d9d_cce.rules:supports{suffix}"),
             build=Ref(f"d9d_cce.backend:build{suffix}"),
             requires=frozenset({"import:cut_cross_entropy"}),
-            deterministic=False,  # programs add to the gradients in arbitrary order
+            deterministic=False,  # Triton programs add to the gradients in arbitrary order
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from d9d_core.kernel import Decision, OpSignature
 
-#: Priority of a backend that is used only if a job names it. ``cce_filtered`` must keep it: its gradients are
-#: approximate.
+#: Priority of a backend that is used only if a job names it. ``cce_filtered`` must keep this priority, because its
+#: gradients are approximate.
 BY_NAME = 0
 #: Priority and reason of each backend on CUDA.
 EXACT = (BY_NAME, "no logits in memory; all gradients, summed in the dtype of the model; used only if the job names it")

@@ -60,7 +60,7 @@ class Description:
         self.operation = functions.make("MatmulDesc", _COMPUTE_32F, _R_32F)
         for attribute, transposed in ((_DESC_TRANSA, second_transposed), (_DESC_TRANSB, first_transposed)):
             functions.set("MatmulDesc", self.operation, attribute, ctypes.c_int32(transposed))
-        #: Layouts of the library's A, B and D.
+        #: Library descriptors of the memory layouts of the matrices A, B and D.
         self.matrices = [
             functions.make("MatrixLayout", self.type, columns, rows, stride)
             for (rows, columns), stride in ((second, strides[1]), (first, strides[0]), (out, out[1]))
@@ -90,7 +90,7 @@ class Library:
         return Description(self._functions, problem, strides)
 
     def listed(self, description: Description, count: int) -> list[Algorithm]:
-        """At most ``count`` algorithms of the library's heuristic for a product, its default first."""
+        """At most ``count`` algorithms of the library's heuristic for a product; the first is the library's default."""
         functions = self._functions
         preference = functions.make("MatmulPreference")
         for attribute, value in (
@@ -136,7 +136,7 @@ class Library:
         """
         pointer, (a, b, d) = out.data_ptr(), description.matrices
         with torch.cuda.device(self._device):
-            # Allocated on the stream of the product, so the caching allocator reuses the workspace only afterwards.
+            # Allocated on the product's stream, so the caching allocator reuses the workspace only after the product.
             workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8) if algorithm.workspace else None
             self._functions.call(
                 "Matmul",

@@ -87,7 +87,7 @@ class Tuner:
         half = len(runs) // 2
         orders = [numbers, numbers[::-1], numbers[half:] + numbers[:half]]
         order = [number for round_ in orders[:ROUNDS] for number in round_]
-        # The first call, after the pause in which the first pass was evaluated, is not counted.
+        # The first call is not counted: it follows the pause in which the host evaluated the first pass.
         counts = _counts([ROUND] * (1 + len(order)), once)
         found = self._clock([runs[0], *(runs[number] for number in order)], counts)[1:]
         times: list[list[float]] = [[] for _ in runs]

@@ -134,7 +134,7 @@ class PaddedConfig(PreparedConfig):
 
     bucket_window: int | None = Field(default=None, ge=1)
     """Number of samples sorted by length together, a multiple of the batch size; by default up to 64 batches, at most
-    an epoch. With one batch, only the samples of a step are sorted."""
+    an epoch. A window of one batch sorts only within a step."""
     pad_multiple: int = Field(default=8, ge=1)
     """Divisor of the length of a microbatch: the longest sample is rounded up to a multiple; divides
     ``sequence_length``."""

@@ -48,7 +48,10 @@ class DeepEPCommunication:
                 yield self._call(size, step.backwards, purpose, at_most=frozen)
 
     def _sizes(self, name: str, layer: HasExperts, step: StepShape) -> tuple[int | None, int | None, int | None]:
-        """Estimated bytes that a dispatch sends: of tokens; of expert indices and weights; of weights alone."""
+        """Estimated bytes that a dispatch sends: of tokens; of expert indices and weights; of weights alone.
+
+        ``None`` if unknown.
+        """
         chosen = getattr(getattr(layer, "router", None), "top_k", None)
         if chosen is None:
             return None, None, None

@@ -103,8 +103,9 @@ class DeepEPHandle(NamedTuple):
 class PendingDispatch:
     """Dispatch started by a DeepEP dispatcher.
 
-    Only :meth:`wait` launches the kernel that sends tokens, because this call makes the host wait for sizes. By then,
-    the host has launched the work that overlaps with it. The kernel waits only for work from before the start.
+    Only :meth:`wait` launches the kernel that sends tokens, because the launch makes the host wait for the number of
+    received tokens. Until then, the host can launch computation that overlaps with the kernel. The kernel itself waits
+    only for work that was launched before the dispatch started.
     """
 
     @untraced

@@ -48,7 +48,7 @@ class DeepSeekConfig(MultiTokenConfig):
     """Features of a query or key head that do not rotate, and so do not depend on positions."""
 
     qk_rope_head_dim: int = Field(gt=0)
-    """Features of a query or key head that rotate, an even number; all key heads have the same values of them."""
+    """Features of a query or key head that rotate, an even number; all key heads share their values."""
 
     v_head_dim: int = Field(gt=0)
     """Features of a value head, at most head_dim."""
@@ -89,8 +89,8 @@ class DeepSeekConfig(MultiTokenConfig):
     the selection bias, which each router has."""
 
     capacity: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Largest number of rows that an expert takes of a microbatch, as a multiple of its even share; further rows are
-    dropped. Null: no limit."""
+    """Largest number of a microbatch's rows for one expert, as a multiple of the mean over all experts; further rows
+    are dropped. Null: no limit."""
 
     @model_validator(mode="before")
     @classmethod

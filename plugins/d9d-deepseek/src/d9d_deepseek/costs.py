@@ -67,7 +67,7 @@ def _linear(
     cut: int | None = None,
     keeps_input: bool = True,
 ) -> OpCost:
-    """Cost of a projection of attention, whose weight ``tp`` splits along dimension ``cut``; ``None``: it does not."""
+    """Cost of a projection of attention. ``tp`` splits its weight along dimension ``cut``; not at all if ``None``."""
     weights = [Weight(f"attention.{name}.weight", (outputs, features), "linear", cut)]
     if name.rpartition(".")[2] in config.biased_projections():
         # A bias is never split, because ``tp`` splits no projection with a bias along its outputs.

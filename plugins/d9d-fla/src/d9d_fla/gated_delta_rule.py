@@ -12,8 +12,8 @@ from d9d_core.kernel import OpSignature
 from torch import Tensor
 from torch.nn import functional
 
-#: Lower bound of the logarithms of decays. A state times exp(-50) = 2e-22 adds nothing to a float32 sum. A lower bound
-#: would cost precision, because the library takes differences of sums of up to 64 logarithms.
+#: Smallest logarithm of a decay. A state times exp(-50) = 2e-22 adds nothing to a float32 sum. A smaller value would
+#: cost precision, because the library takes differences of sums of up to 64 logarithms.
 FORGETS = -50.0
 
 

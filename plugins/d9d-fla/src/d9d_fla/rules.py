@@ -65,7 +65,7 @@ def _unsupported_library() -> str | None:
 
 
 def _wrong_triton() -> str | None:
-    """Release of Triton, if the library refuses its gradients on this GPU."""
+    """Installed release of Triton, if its gradients are wrong on this GPU; ``None`` otherwise."""
     found = installed("triton", "pytorch-triton") if capability() == _HOPPER else None
     first, fixed = _WRONG_TRITON
     return found if found is not None and first <= _numbers(found) < fixed else None
@@ -76,7 +76,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def installed(*distributions: str) -> str | None:
-    """Release of the first of these distributions that is installed."""
+    """Release of the first of these distributions that is installed; ``None`` if none is."""
     for name in distributions:
         with suppress(PackageNotFoundError):
             return version(name)

@@ -155,7 +155,7 @@ class ByFunctions:
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors as autocast casts the inputs of torch's own attention; it does not cast inputs of libraries."""
+    """Cast tensors as autocast casts inputs of torch's own attention; autocast ignores functions of other libraries."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -15,8 +15,9 @@ class Fp8Config(PluginConfig):
     """Selects the plugin."""
     recipe: Literal["rowwise", "rowwise_gw_hp", "tensorwise", "blockwise"] = "rowwise"
     """Values that share a scale. ``rowwise``: each row of an operand. ``rowwise_gw_hp``: each row, but the whole weight
-    in the gradient of the input; weight gradients have the job's own dtype. ``tensorwise``: a whole operand; gradients
-    are e5m2. ``blockwise``: 128 values of a row of activations and gradients, 128 x 128 values of a weight."""
+    in the product for the input's gradient; weight gradients are computed in the job's own dtype. ``tensorwise``: a
+    whole operand; gradients are e5m2. ``blockwise``: 128 values of a row of activations and gradients, 128 x 128
+    values of a weight."""
     modules: tuple[str, ...] | None = None
     """Patterns for names of linear layers, matched against the full name or its last part, such as ``*.mlp.*`` or
     ``q_proj``. By default, all linear layers of blocks whose sizes the recipe can divide."""

@@ -86,7 +86,7 @@ def dequantize(quantized: Quantized) -> Tensor:
     for dim, size in enumerate(quantized.data.shape):
         if scale.shape[dim] not in (1, size):
             scale = scale.repeat_interleave(BLOCK, dim)
-    # A single row or column of blocks needs no repetition, because its scales broadcast.
+    # A dim of the scales with size one is not repeated, because it broadcasts.
     return quantized.data.float() * scale
 
 

@@ -59,8 +59,8 @@ class GptOssConfig(AlternatingConfig):
     """Load-balancing losses, at most one of each kind: auxiliary_loss, z_loss."""
 
     capacity: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Largest number of rows that an expert takes of a microbatch, as a multiple of its even share; further rows are
-    dropped. Null: no limit."""
+    """Largest number of a microbatch's rows for one expert, as a multiple of the mean over all experts; further rows
+    are dropped. Null: no limit."""
 
     @field_validator("experts_per_token")
     @classmethod

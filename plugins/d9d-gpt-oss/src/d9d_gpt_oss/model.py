@@ -35,7 +35,8 @@ class GptOss(DecoderModel):
 
 def _experts(config: GptOssConfig) -> MoELayer:
     std, output_std = config.initialization.std, config.initialization.output_std(config.num_layers)
-    # Softmax over all experts, renormalised over the chosen ones, is the softmax of the chosen logits.
+    # gpt-oss takes the softmax of the chosen logits. It equals the softmax over all experts, renormalised over the
+    # chosen ones.
     router = BiasedTopKRouter(
         config.hidden_size,
         config.num_experts,

@@ -71,4 +71,4 @@ class KubernetesConfig(PluginConfig):
     grace: PositiveInt = 120
     """Seconds that evicted pods have to save; must be longer than a save takes."""
     restarts: NonNegativeInt = 10
-    """Largest number of restarts after a crash, a lost machine or an eviction. A TrainJob's runtime sets it instead."""
+    """Largest number of restarts after a crash, a lost machine or an eviction; a TrainJob has its runtime's limit."""

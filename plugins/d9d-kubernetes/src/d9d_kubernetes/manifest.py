@@ -19,7 +19,8 @@ _JOB, _PORT = "/etc/d9d", 29_500
 NODE = "node"
 #: Prefix of d9d's annotations: a domain that is reserved for local use.
 _OWN = "d9d.local"
-#: Largest number of characters of a name; names of pods and hosts add to it, and may have 63.
+#: Largest number of characters of an object's name. Kubernetes appends to it to name pods and hosts, whose names may
+#: have 63 characters.
 _LONGEST = 40
 
 
@@ -110,7 +111,7 @@ def _train_job(config: KubernetesConfig, request: LaunchRequest, name: str) -> d
 
 
 def _job_set(config: KubernetesConfig, request: LaunchRequest, name: str) -> dict[str, Any]:
-    # Number of the pod, and the host name that a JobSet gives to the first pod.
+    # Environment variable with the number of the pod; address of the first pod, by the host name from the JobSet.
     place = ("JOB_COMPLETION_INDEX", f"{name}-{NODE}-0-0.{name}:{_PORT}")
     container = {
         "name": NODE,

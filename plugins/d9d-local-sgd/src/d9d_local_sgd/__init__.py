@@ -1,1 +1,1 @@
-"""Local SGD and DiLoCo: replicas of ``dp_replicate`` take their own optimizer steps and meet every ``period`` steps."""
+"""Local SGD and DiLoCo: replicas take their own optimizer steps and exchange parameters every ``period`` steps."""

@@ -18,7 +18,7 @@ def wide(tensor: Tensor) -> torch.dtype:
 
 
 def buckets(tensors: Mapping[str, Tensor], limit: int = LIMIT) -> Iterator[list[str]]:
-    """Distribute names of local tensors, in order, to buckets that have one device, one dtype of sums and few bytes.
+    """Distribute names of local tensors, in order, to buckets of one device and one dtype of sums.
 
     A bucket has at most ``limit`` bytes, unless it is a single tensor.
     """

@@ -1,4 +1,4 @@
-"""Meetings, at which replicas exchange parameters: they average them, or take a step of DiLoCo's outer optimizer."""
+"""Meetings: the steps after which replicas average their parameters, or take a step of DiLoCo's outer optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d9d_local_sgd.buckets import means, wide
 
 
 class Averages:
-    """Meetings (:class:`d9d_core.strategy.Meetings`) of local SGD: θ_i ← (θ_1 + ... + θ_R) / R for each replica i.
+    """Averaging of local SGD, as :class:`d9d_core.strategy.Meetings`: θ_i ← (θ_1 + ... + θ_R) / R for each replica i.
 
     Stich 2018, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767, Algorithm 1. The mean is computed
     in float32 (or the parameter's dtype, if wider) and rounded to the parameter's dtype.
@@ -22,7 +22,7 @@ class Averages:
         stage: pipeline stage of this rank.
         group: process group of the replicas; ``None`` for a single process.
         replicas: number of replicas R.
-        period: number of steps between two meetings.
+        period: number of steps between two averagings.
     """
 
     def __init__(self, stage: nn.Module, group: dist.ProcessGroup | None, replicas: int, period: int) -> None:
@@ -35,7 +35,7 @@ class Averages:
         """Do nothing, because local SGD has no state."""
 
     def due(self, steps: int) -> bool:
-        """Whether ``steps`` is a multiple of the period."""
+        """Whether the replicas average after step ``steps``: if it is a multiple of the period."""
         return steps % self._period == 0
 
     @torch.no_grad()
@@ -46,12 +46,12 @@ class Averages:
             own[name].copy_(mean)
 
     def state(self) -> Mapping[str, Tensor]:
-        """No tensors."""
+        """Return no tensors, because local SGD has no state."""
         return {}
 
 
 class OuterSteps:
-    """Meetings (:class:`d9d_core.strategy.Meetings`) of DiLoCo: outer steps with Nesterov momentum.
+    """Outer steps of DiLoCo with Nesterov momentum, as :class:`d9d_core.strategy.Meetings`.
 
     Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105,
     Algorithm 1. With the parameters θ after the last outer step, and θ_i of replica i after its inner steps:
@@ -98,7 +98,7 @@ class OuterSteps:
         self._moments = {name: torch.zeros_like(p, dtype=wide(p)).detach() for name, p in trained.items()}
 
     def due(self, steps: int) -> bool:
-        """Whether ``steps`` is a multiple of the period."""
+        """Whether an outer step follows inner step ``steps``: if it is a multiple of the period."""
         return steps % self._period == 0
 
     @torch.no_grad()

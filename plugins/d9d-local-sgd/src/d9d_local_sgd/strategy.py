@@ -23,7 +23,7 @@ class LocalSgd:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Leave the stage unchanged, and declare the meetings. Collective over all ranks."""
+        """Leave the stage unchanged, and return the averaging of the replicas. Collective over all ranks."""
         group, replicas = topology.axes_group(_AXIS), topology.sizes[_AXIS]
         return _applied(stage, topology, Averages(stage, group, replicas, self._config.period), self._config.period)
 
@@ -35,7 +35,7 @@ class DiLoCo:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Leave the stage unchanged, and declare the meetings. Collective over all ranks."""
+        """Leave the stage unchanged, and return the outer steps. Collective over all ranks."""
         config, group = self._config, topology.axes_group(_AXIS)
         outer = OuterSteps(stage, group, topology.sizes[_AXIS], config.period, config.outer_lr, config.outer_momentum)
         return _applied(stage, topology, outer, config.period)
@@ -43,12 +43,12 @@ class DiLoCo:
 
 @dataclass(frozen=True)
 class MeetingCollectives:
-    """Communication (:class:`d9d_core.strategy.Communication`) of meetings: an all-reduce for each bucket.
+    """Communication (:class:`d9d_core.strategy.Communication`) of averagings or outer steps: an all-reduce per bucket.
 
     Attributes:
         stage: stage after all strategies.
         ranks: ranks that hold the same part of the model in all replicas.
-        period: number of steps between two meetings.
+            period: number of steps between two averagings or outer steps.
     """
 
     stage: nn.Module
@@ -56,7 +56,7 @@ class MeetingCollectives:
     period: int
 
     def __call__(self, step: StepShape) -> Iterator[Collective]:  # noqa: ARG002 - the signature of Communication
-        """List the all-reduces of a meeting."""
+        """List the all-reduces of one averaging or outer step."""
         parameters = local_parameters(self.stage)
         for names in buckets(parameters):
             if size := bucket_bytes(parameters, names):

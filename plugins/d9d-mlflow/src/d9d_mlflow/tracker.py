@@ -145,7 +145,8 @@ class MlflowRun:
         new = {_name(name): value for name, value in values.items() if step > self._last.get(_name(name), -1)}
         for part in _parts([Metric(name, value, now, step) for name, value in new.items()], _METRICS):
             self._client.log_batch(self._run_id, metrics=part)
-            self._last |= {metric.key: step for metric in part}  # now, as a later part may fail, and all be retried
+            # Record the steps after each call: if a later call fails, the caller writes the step again.
+            self._last |= {metric.key: step for metric in part}
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Store each text as the artifact ``texts/<name>/<step>.txt``."""
@@ -199,7 +200,7 @@ class MlflowRun:
 
 
 def _name(name: str) -> str:
-    """Encode a name in the characters that MLflow allows; others become their code: ``a:b`` becomes ``a_x3a_b``.
+    """Encode a name for MLflow: each character that it does not allow becomes its code, so ``a:b`` becomes ``a_x3a_b``.
 
     Different names stay different: ``_x`` itself becomes ``_x5f_x``, and a name that is cut ends in a digest.
     """

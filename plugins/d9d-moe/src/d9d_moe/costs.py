@@ -115,7 +115,8 @@ def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: 
     travelling, wide = tokens * ranks * (1 - elsewhere), max(width, _FLOAT32)
     token, sent = width * tokens * features, width * travelling * features
     # ``leaving``: largest size in bytes of the rows to send. ``moved``: bytes read and written to copy tokens to rows
-    # and to sum the returned rows, plus the permutation's additional traffic, since it handles received rows.
+    # and to sum the returned rows; and the bytes that the permutation moves in addition, because it copies received
+    # rows instead of this rank's tokens.
     leaving = token * min(ranks, per_token)
     moved = 2 * (token + sent) + 2 * (sent - token)
     counts = Exchange("all_to_all", "ep", float(_COUNT * (ranks + experts)))
@@ -131,7 +132,7 @@ def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: 
 
 
 def mixture(share: Share, hidden: int, inside: int, experts: int, per_token: int) -> FeedForwardCost:
-    """Cost of the router and the experts of a decoder layer, called ``ffn``; without a shared expert.
+    """Cost of the router and the experts of a decoder layer, whose name in the layer is ``ffn``; no shared expert.
 
     Args:
         share: sizes of one rank's part of the model and of the batch.
@@ -163,7 +164,7 @@ def mixture(share: Share, hidden: int, inside: int, experts: int, per_token: int
         ops,
         hidden * experts,
         3 * count * hidden * inside,
-        # Workspace of the experts' outputs and their gradients, and of gate and up.
+        # Workspace at the peak: the experts' outputs and their gradients, gate and up, and the exchanged tokens.
         2 * width * rows * (hidden + inside) + sent.workspace,
         sent.exchanges,
         sent.backward_exchanges,

@@ -101,7 +101,7 @@ def _averaged(cost: OptimizerCost, width: int) -> OptimizerCost:
     return replace(
         cost,
         state=cost.state + _FLOAT32,
-        # A narrower parameter is copied to float32 first, one at a time.
+        # Parameters narrower than float32 are first copied to float32, one parameter at a time.
         traffic=cost.traffic + width + 2 * _FLOAT32 + (2 * _FLOAT32 if width < _FLOAT32 else 0),
         workspace_of_one=max(cost.workspace_of_one, _FLOAT32 if width < _FLOAT32 else 0),
         of_weight=None if of_weight is None else lambda name, shape: _averaged(of_weight(name, shape), width),

@@ -10,7 +10,7 @@ from torch import nn
 def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
     """Blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once."""
     owners = modules_with(stage, HasBlocks)
-    # A model may return the blocks of its backbone, so two owners may name the same module.
+    # A model may return its backbone's blocks, so model and backbone may both return the same block.
     members = {id(block) for owner in owners.values() for block in owner.blocks().values()}
     return {name: module for name, module in stage.named_modules() if id(module) in members}
 

@@ -21,7 +21,7 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
 def replicated(config: ReplicateConfig) -> StrategyCost:
-    """Effect of ``replicate`` on costs: sharded only over ``cp``, and gathered at most once per microbatch."""
+    """Effect of ``replicate`` on costs: shards only over ``cp``, and at most one gather per microbatch."""
     units = StrategyCost(shards=True, gathers="once", reduces="each", in_place=config.needs_no_units)
     return _data_parallel(config, units)
 

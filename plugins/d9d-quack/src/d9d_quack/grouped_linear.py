@@ -86,7 +86,7 @@ def _bank_gradient(x: Tensor, grad: Tensor, starts: Tensor) -> Tensor:
     """Gradient of the stacked expert weights [E, I, O]."""
     from quack.gemm_interface import gemm
 
-    # Dynamic scheduling, because experts have unequal numbers of rows.
+    # Schedule the tiles dynamically, because experts have unequal numbers of rows.
     out: Tensor = gemm(x.mT, grad, cu_seqlens_k=starts, dynamic_scheduler=True, tuned=False)
     return out
 

@@ -13,12 +13,14 @@ RMS_NORM = (
     "one pass in each direction; used only if the job names it, because it was not compared with triton and torch",
 )
 #: Priority and reason of the SwiGLU layer. In a dense step on an H200, passes over memory take 10 ms less than with
-#: separate kernels, but products take 10 ms more, because the GPU is at its power limit: 349.2 instead of 347.4 ms.
+#: separate kernels, but products take over 10 ms more, because the GPU is at its power limit: the whole step takes
+#: 349.2 instead of 347.4 ms.
 SWIGLU = (
     0,
     "no pass over memory for the gate, but slower products: a dense step takes as long; used only if the job names it",
 )
-#: Priority and reason of the experts' products, in a MoE step on an H200: 131,072 rows, 128 experts of 2,048 x 768.
+#: Priority and reason of the experts' products. Times are of a MoE step on an H200: 131,072 rows, 128 experts of
+#: 2,048 x 768.
 GROUPED_LINEAR = (20, "0.64 ms a product, grouped_mm takes 0.79; the host reads no counts")
 #: Priority and reason of the experts' products on GPUs where they were not measured.
 _UNMEASURED = (0, "products of experts were measured on compute capability 9.x only; used only if the job names it")

@@ -51,7 +51,7 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
     rows = x.reshape(-1, x.shape[-1])
     if not rows.numel():  # nothing to launch, but the result must be connected to all inputs for autograd
         return (rows @ gate_weight.T * (rows @ up_weight.T) @ down_weight.T).view(x.shape)
-    # Tensor copies need contiguous features.
+    # The kernels' copies of tensors (TMA) need contiguous features.
     packed = (tensor.contiguous() for tensor in (rows, gate_weight, up_weight, down_weight))
     out: Tensor = _forward(*packed)[0]
     return out.view(x.shape)

@@ -51,8 +51,8 @@ class Qwen3MoeConfig(DecoderConfig):
     """Load-balancing methods, at most one of each kind: auxiliary_loss, z_loss, bias_update."""
 
     capacity: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Largest number of rows that an expert takes of a microbatch, as a multiple of its even share; further rows are
-    dropped. Null: no limit."""
+    """Largest number of a microbatch's rows for one expert, as a multiple of the mean over all experts; further rows
+    are dropped. Null: no limit."""
 
     expert_files: ExpertFiles = "per_expert"
     """Layout of experts in exported files: ``per_expert``, a tensor for each matrix of each expert, as published; or

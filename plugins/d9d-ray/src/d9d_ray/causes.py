@@ -48,7 +48,7 @@ class Causes:
 
     def ends_for_good(self, error: Exception) -> bool:
         """Print the failure of this rank; return whether a restart would repeat the failure of any rank."""
-        # If no rank has written a failure, the ranks failed before they had connected.
+        # If no rank has written a failure, the ranks failed before they had connected. Then this rank writes its own.
         if not self._file.exists() and not all_causes(self._folder):
             self.failed(Failure.of(error))
         if self._failure is not None:
@@ -64,7 +64,7 @@ def all_causes(folder: Path) -> list[tuple[str, int]]:
     """
     found = []
     for file in sorted(folder.glob(_NAME.format("*"))):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # another rank withdraws it
+        with suppress(OSError, ValueError, KeyError, TypeError):  # another rank withdraws its file meanwhile
             values = json.loads(file.read_text("utf-8"))
             found.append((bool(values["echo"]), str(values["text"]), int(values["status"])))
     return [(text, status) for _, text, status in sorted(found, key=lambda cause: (cause[2] != EXIT_FAILED, cause[0]))]

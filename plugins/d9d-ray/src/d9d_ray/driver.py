@@ -20,7 +20,8 @@ from d9d_ray.order import END, STOP, TRAINS, Order, write_values
 
 #: Bytes of Ray's object store of a new cluster; the training stores no objects.
 _STORE = 100 * 2**20
-#: Environment variables for Ray, which a user may override: show the workers' lines unchanged, all, and each only once.
+#: Environment variables for Ray, which a user may override: print the workers' lines without colours, with repeated
+#: lines, and without Ray's own copy; use version 2 of Ray Train.
 _SETTINGS = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -73,7 +74,7 @@ def _run(order: Order, environ: Mapping[str, str], stop: Callable[[], None]) -> 
                 # A new name for each submission: d9d continues from its own checkpoints, not from Ray's records.
                 name=f"{order.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}",
                 storage_path=str(folder / "ray"),
-                checkpoint_config=CheckpointConfig(num_to_keep=1),  # of files that name d9d's checkpoints
+                checkpoint_config=CheckpointConfig(num_to_keep=1),  # Ray's checkpoints only name d9d's checkpoints
                 failure_config=FailureConfig(max_failures=order.restarts),
             ),
         )
@@ -85,7 +86,7 @@ def _run(order: Order, environ: Mapping[str, str], stop: Callable[[], None]) -> 
     except Exception as error:
         return EXIT_FAILED if fails_for_good(folder) else 1, _cause(folder, str(error)), None
     finally:
-        with suppress(Exception):  # how the training ended is known
+        with suppress(Exception):  # the result is known, so errors of the shutdown do not matter
             end.close()
     status, reported = result.return_value, (result.metrics or {}).get("step")
     if type(status) is not int:
@@ -114,7 +115,7 @@ def cluster_of(order: Order, environ: Mapping[str, str]) -> dict[str, Any]:
             "num_cpus": max(needed, os.cpu_count() or 1),
             "object_store_memory": _STORE,
             "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",  # other machines need not reach a cluster of this one
+            "_node_ip_address": "127.0.0.1",  # other machines need no access to a cluster on this one
         }
     return arguments
 

@@ -90,7 +90,7 @@ def _train(order: Order, env: ProcessEnv, causes: Causes) -> int:
     asked = partial(_request, Path(order.folder) / STOP)
     with (
         job.joined(env, reporter) as topology,
-        # One rank is enough, and rank 0 writes the cause into the run's directory.
+        # Only rank 0 looks for requests: one rank suffices, and rank 0 writes the cause into the run's directory.
         passed_on(asked, interrupts) if topology.is_main else nullcontext(),
         Reports(_report) as reports,
     ):

@@ -20,7 +20,7 @@ class SkyPilotConfig(PluginConfig):
     name: Literal["skypilot"] = "skypilot"
     """Selects this launcher."""
     infra: Annotated[str, Field(pattern=r"^[A-Za-z0-9*][A-Za-z0-9._/*:@-]*$")] | None = None
-    """Cloud, region or cluster, such as ``aws/us-east-1`` or ``k8s/context``; ``null``: the cheapest that fits."""
+    """Cloud, region or cluster, such as ``aws/us-east-1`` or ``k8s/context``; ``null``: the cheapest suitable one."""
     gpu: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
     """Name of the GPUs, such as ``H100``; required unless the job has ``device: cpu``."""
     gpus_per_node: PositiveInt | None = None

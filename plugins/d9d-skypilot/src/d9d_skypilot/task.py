@@ -15,7 +15,7 @@ from d9d_skypilot.config import SkyPilotConfig
 
 #: Port of the rendezvous on the first machine.
 _PORT = 29_500
-#: Largest number of characters of a task's name; names of machines add to it.
+#: Largest number of characters of a task's name; SkyPilot appends to it to name machines.
 _LONGEST = 40
 #: Largest number of bytes of the job file, which is part of a shell command.
 _LARGEST = 60_000

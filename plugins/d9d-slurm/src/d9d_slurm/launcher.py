@@ -142,7 +142,7 @@ class SlurmLauncher:
             raise LaunchError(f"job {number} has ended already, so that there is nothing to cancel")
         _run("scontrol", "update", f"JobId={number}", "Requeue=0")
         steps = _run("squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i").split()
-        # Not the plain scancel: it kills after KillWait, 30 seconds by default, in which a save may not fit.
+        # A plain scancel would kill the job after KillWait, 30 seconds by default, in which a save may not fit.
         if any(re.fullmatch(rf"{number}\.\d+", step) for step in steps):
             _run("scancel", "--signal=TERM", number)
             return "all ranks finish their step, save and stop; the job is not restarted"

@@ -166,7 +166,7 @@ class TensorBoardRun:
         return f"{name} ({kind})"
 
     def _add(self, values: Sequence[Summary], step: int) -> None:
-        """Add the values of one call. All are converted before; if one fails, d9d writes them one by one."""
+        """Write the values of one call; the caller has converted all of them, so a failed conversion writes none."""
         for value in values:
             self._values += 1
             self._writer.write(Event(step=step, summary=value))

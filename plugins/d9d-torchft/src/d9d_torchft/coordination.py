@@ -15,7 +15,7 @@ from d9d_core.errors import JobError, TrainingError
 from d9d_torchft.members import Member
 
 Result = TypeVar("Result")
-#: Seconds between two heartbeats: a tenth of the time without one after which the lighthouse counts a replica as lost.
+#: Seconds between two heartbeats: a tenth of the silence after which the lighthouse, by default, gives up a replica.
 HEARTBEAT = 0.2
 #: Seconds between two attempts to reach the lighthouse.
 _PAUSE = 0.5

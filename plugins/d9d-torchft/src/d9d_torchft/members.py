@@ -75,8 +75,9 @@ def _digest(values: object) -> str:
 def donors(members: Sequence[Member]) -> list[Member]:
     """Members whose state all replicas continue from; at least one member.
 
-    Only members with the largest step count. Among them, running replicas win over replicas that have just started,
-    because the state of a checkpoint may differ in its last bits; and of several lineages, the first member's wins.
+    Only members with the largest step count qualify. Among them, running replicas win over replicas that have just
+    started, because the state of a checkpoint may differ in its last bits; and of several lineages, the first member's
+    wins.
 
     Args:
         members: members of a quorum, sorted by name.

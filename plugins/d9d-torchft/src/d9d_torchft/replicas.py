@@ -62,7 +62,7 @@ class TorchFTReplicas:
         self._coordinator = coordinator
         self._opened: _Opened | None = None
         self._group: ReplicaGroup | None = None
-        self._key = ""  # of the group
+        self._key = ""  # key of the current group
         self._lineage = ""
         self._failures = 0
         self._lost = False  # whether a replica was lost in this attempt
@@ -263,7 +263,7 @@ class _Opened:
         self.coordinator = coordinator(self.settings) if topology.rank == 0 else None
         own = {"incarnation": secrets.token_hex(8), "store": ""}
         if topology.rank == 0:
-            # A socket that listens at this address only; torch's store by itself would listen on all interfaces.
+            # Pass a socket that listens at this address only: torch's store by itself would listen on all interfaces.
             listening = socket.create_server((self.address, 0))
             port = listening.getsockname()[1]
             self._store = dist.TCPStore(  # type: ignore[attr-defined]

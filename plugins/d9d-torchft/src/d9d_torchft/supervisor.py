@@ -127,7 +127,7 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            errors="replace",  # lines are text
+            errors="replace",  # a line may have invalid bytes
             start_new_session=True,  # Ctrl-C reaches this process only, which then asks the replicas to stop
         )
         thread = threading.Thread(target=self._forward, args=(name, process), daemon=True)
@@ -168,7 +168,7 @@ def started_lighthouse() -> LighthouseProcess:
         LaunchError: it did not start.
     """
     command = [sys.executable, "-m", "d9d_core", "torchft", "lighthouse", "--address", f"{LOOPBACK}:0", "--child"]
-    # A session of its own: Ctrl-C must not end it before the replicas.
+    # Start the lighthouse in a session of its own, so that Ctrl-C does not end it before the replicas.
     process = subprocess.Popen(  # noqa: S603 - d9d itself
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
         start_new_session=True,

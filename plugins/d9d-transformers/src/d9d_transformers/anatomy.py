@@ -33,7 +33,8 @@ _POSITIONS = 256
 #: Bytes of an element of the activations -> their dtype.
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
-#: Kinds of modules. The cost of an ``other`` module is measured; another module uses the parameters of an ``idle`` one.
+#: Kinds of modules. ``other``: the module's cost is measured. ``idle``: it is not called, but another module uses its
+#: parameters.
 Kind = Literal["linear", "norm", "attention", "experts", "embedding", "other", "idle"]
 
 #: Kinds of parameters, see :class:`d9d_core.cost.Weight`.
@@ -90,16 +91,16 @@ class Measured:
 class Call:
     """Call of a module in the forward.
 
-    Tensors are numbered within a layer, tensors that share memory alike; the layer's input has the number 0.
+    Tensors are numbered within a layer; tensors that share memory have the same number. The layer's input has number 0.
 
     Attributes:
         path: name of the module within its layer, or within the model if it is outside of layers.
         kind: kind of the module.
-        style: tensor-parallel style; ``None`` for a module without a style inside a sub-module of a layer, such as
-            attention, that is split.
+        style: tensor-parallel style; ``None`` for a module without a style of its own in a split sub-module of a layer,
+            such as attention.
         rows: number of rows of the input per position.
         features, outputs: sizes of the last dimension of input and output.
-        reads, writes: numbers of the input and of the output.
+        reads, writes: numbers of the input tensor and of the output tensor.
         parameters: parameters of the module.
         in_part: whether the module is nested in a sub-module of the layer, such as attention.
         heads: number of heads of the output, if only whole heads can be split.
@@ -136,7 +137,7 @@ class Anatomy:
             experts excluded.
         before, after: calls before the layers and after them, without the head.
         head: facts about the head.
-        numbers: number of elements of the layers' parameters that one token uses.
+        numbers: number of parameter elements, summed over all layers, that one token uses.
         mixers: qualified names of the modules, other than attention, that mix tokens.
         refusal: reason why ``tp`` cannot split the model; ``None`` if it can.
     """
@@ -426,7 +427,7 @@ def _measured(path: str, module: nn.Module, args: tuple[Any, ...], keywords: Map
         BuildError: the forward of the module fails.
     """
     given = tuple(_leaf(value) for value in args), {name: _leaf(value) for name, value in keywords.items()}
-    # Memory that exists without this module's backward, so it is not counted: inputs, parameters and buffers.
+    # Inputs, parameters and buffers exist without this module's backward, so their memory is not counted.
     anyway = [*_tensors(given), *module.parameters(), *module.buffers()]
     saved: dict[int, Any] = {}
 
@@ -435,7 +436,7 @@ def _measured(path: str, module: nn.Module, args: tuple[Any, ...], keywords: Map
         saved[id(memory)] = memory
         return tensor
 
-    # Grouped products have no public name in torch.ops, and no formula in the counter.
+    # torch.ops has no public name for grouped products, and the counter has no formula for them.
     formulas = {torch.ops.aten._grouped_mm: _grouped_flops}  # noqa: SLF001
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

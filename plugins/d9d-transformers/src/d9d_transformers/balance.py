@@ -142,6 +142,6 @@ class Balance(BalancedRouter):
         router: Any = self._router[0]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         bias = getattr(router, "bias", None)
-        # The meta device has no autocast.
+        # The meta device has no autocast to switch off.
         with nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.to(wide), router.weight.to(wide), None if bias is None else bias.to(wide))

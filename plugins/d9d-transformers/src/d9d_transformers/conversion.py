@@ -111,7 +111,7 @@ def exporter(config: TransformersConfig) -> Mapper:
 
 
 def adapter_names(config: TransformersConfig) -> Mapper:
-    """Mapper from the model's names to names of adapters: names in the larger model, if there is one, else in files."""
+    """Mapper from the model's names to the names in adapters: those in the larger model, if any, else in files."""
     if config.container is None:
         return exporter(config)
     register()

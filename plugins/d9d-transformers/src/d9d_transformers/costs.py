@@ -338,7 +338,7 @@ class _Ops:
         ]
         self.ops += ops
         self.kept_by_experts += sum(op.kept for op in ops)
-        # Experts' outputs and their gradients, and gate and up.
+        # Workspace at the peak: the experts' outputs and their gradients, gate and up, and the exchanged tokens.
         self.workspace = max(self.workspace, 2 * width * rows * (hidden + inside) + sent.workspace)
 
     def _other(self, call: Call) -> None:

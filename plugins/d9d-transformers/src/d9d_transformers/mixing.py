@@ -132,7 +132,7 @@ def _outputs(
     def enter(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         hidden, *others = args or (keywords.pop("hidden_states"),)
         inputs[layer] = hidden
-        for other in (*others, *keywords.values()):  # such as the embeddings, which only the first stage has
+        for other in (*others, *keywords.values()):  # for example embeddings, which later pipeline stages lack
             if isinstance(other, Tensor) and other.shape == hidden.shape and other.is_floating_point():
                 kind = type(layer).__name__
                 raise BuildError(

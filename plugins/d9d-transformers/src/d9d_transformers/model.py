@@ -47,7 +47,7 @@ class TransformersModel(nn.Module):
         head_facts: facts about the head.
         structure: structure of the model without its head, of all stages.
         styles: tensor-parallel styles of its modules.
-        layer_numbers: number of elements of the parameters of all stages' layers that one token uses.
+        layer_numbers: number of parameter elements, summed over the layers of all stages, that one token uses.
         layer_indices: layers of the stage.
 
     Raises:

@@ -120,7 +120,7 @@ def _bias(base: nn.Module, path: str, call: ExpertsCall, router: str, run: Calla
     for name, tensor in (*parent.named_parameters(), *parent.named_buffers()):
         if tensor.numel() != count or id(tensor) in inside or not tensor.is_floating_point():
             continue
-        if name == f"{router}.bias":  # part of the logits
+        if name == f"{router}.bias":  # added to the logits, not only for the selection
             continue
         kept = tensor.detach().clone()
         for expert in range(count):

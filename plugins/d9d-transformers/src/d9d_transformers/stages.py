@@ -68,7 +68,7 @@ def layers_of(count: int, numbers: int, head: Head, stage: Stage) -> range:
 
     Args:
         count: number of layers of the whole model.
-        numbers: number of parameter elements of all layers that one token uses.
+        numbers: number of parameter elements, summed over all layers, that one token uses.
         head: facts about the head.
         stage: pipeline stage.
 

@@ -174,5 +174,5 @@ _LARGE, _GRADIENT = 4, 1
 
 
 def _log2(beta: float) -> float:
-    # A beta of 0 must give 0 after n steps: exp2(-inf * n).
+    # The kernel computes beta ** n as exp2(n * log2(beta)); with minus infinity for a beta of 0, the power is 0.
     return math.log2(beta) if beta else -math.inf

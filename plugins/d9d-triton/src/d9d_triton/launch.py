@@ -27,7 +27,7 @@ _TABLES = 32
 
 
 class Blocks:
-    """Tables that assign the blocks of one launch to many tensors; the last tables are cached.
+    """Tables that assign the blocks of one launch to many tensors; a limited number of tables is cached.
 
     Args:
         size: elements of a block, which one program handles.

@@ -90,7 +90,8 @@ class _Words:
 
         def put(text: str) -> str:
             word = f"{self._word}{len(self.what)}x"
-            # Chat templates move the reasoning out of a message's content.
+            # Keep only the text after the reasoning, because chat templates move the reasoning out of a message's
+            # content.
             self.what[word] = (what, text.rpartition("</think>")[2].strip())
             return text.rstrip() + word
 

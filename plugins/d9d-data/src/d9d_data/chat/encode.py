@@ -35,7 +35,8 @@ class ChatTokenizer:
 
     def __init__(self, content: str) -> None:
         self._content = content
-        # Post-processors add special tokens, which the template adds already, and may move the offsets of tokens.
+        # Remove the post-processor: it adds special tokens, which the template adds already, and may move the offsets
+        # of tokens.
         content = json.dumps(json.loads(content) | {"post_processor": None, "truncation": None, "padding": None})
         self._backend = tokenizers.Tokenizer.from_str(content)
         self._plain = tokenizers.Tokenizer.from_str(content)

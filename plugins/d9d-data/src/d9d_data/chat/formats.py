@@ -232,7 +232,7 @@ def system_message(values: Mapping[str, Any], fields: MessageFormat, where: str)
 def alone(
     messages: tuple[Message, ...], system: tuple[Message, ...], where: str, fields: MessageFormat, place: str
 ) -> tuple[Message, ...]:
-    """Return the messages; raise if they have a system message although the record's system field has one, too.
+    """Return the messages, after a check that they have no system message if the record's system field has one.
 
     Raises:
         DataError: the messages and the system field both have a system message.

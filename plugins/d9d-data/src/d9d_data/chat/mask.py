@@ -177,7 +177,8 @@ class _Probe:
         marked = {self._special.sub("", self.text[begin:end]).strip() for begin, end in marks}
         for message in messages:
             if message["role"] == "assistant":
-                reply = text_of(message)  # special tokens that it has as text were removed from its block, too
+                # A block in ``marked`` has no special tokens, so the reply without its special tokens is removed, too.
+                reply = text_of(message)
                 marked -= {reply.strip(), self._special.sub("", reply).strip()}
         marked -= {""}
         for index, message in enumerate(messages):

@@ -129,7 +129,7 @@ def _split(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
     """Prompt of two whole conversations or texts: their common prefix, and the remaining completion of each."""
     if isinstance(chosen, str) and isinstance(rejected, str):
         size = len(commonprefix([chosen, rejected]))  # noqa: RUF071 - of characters
-        size -= chosen[size - 1 : size] == " "  # tokens mostly begin with a space
+        size -= chosen[size - 1 : size] == " "  # the space goes to the completions: most tokens begin with one
     elif isinstance(chosen, list) and isinstance(rejected, list):
         # Both sides keep at least one message, even if one is a prefix of the other.
         most = min(len(chosen), len(rejected)) - 1

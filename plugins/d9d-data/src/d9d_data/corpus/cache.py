@@ -157,7 +157,7 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
             if not target.exists():
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-                continue  # it existed; another process renamed it to repair it
+                continue  # the target existed until another process renamed it, to repair it
         else:
             return
         try:
@@ -166,7 +166,7 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
                 return  # another process published the same content first
             if target.stat().st_ino != seen:
                 continue  # another process repaired it during the check
-            # Renamed rather than deleted in place, so that no process sees half of it.
+            # Rename the damaged entry before it is deleted, so that no process sees half of it.
             away = target.with_name(f"{target.name}.tmp-bad-{secrets.token_hex(4)}")
             move(target, away)
         except FileNotFoundError:
@@ -180,7 +180,8 @@ def _sweep(root: Path) -> None:
     abandoned = list(root.glob("*.tmp-*"))
     if not abandoned:
         return
-    # By the clock of the file system: on a shared one, other machines wrote these, and this one's clock may be ahead.
+    # Compute ages by the file system's clock, read from a new file: other machines may write these directories on a
+    # shared file system, and this machine's clock may be ahead.
     with tempfile.NamedTemporaryFile(dir=root, prefix=".clock-") as new:
         now = os.fstat(new.fileno()).st_mtime
     for path in abandoned:

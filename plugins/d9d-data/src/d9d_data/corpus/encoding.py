@@ -141,7 +141,7 @@ def no_inputs_of(encoding: Encoding, inputs: TextInputs, adds_end: bool) -> int:
     return int(encoding.targets)
 
 
-#: Value of ``inputs``, the input tokens with which a head was trained -> encoders of the datasets that truncate alike.
+#: Value of ``inputs``, the input tokens with which a head was trained -> encoders that truncate as its training did.
 _CUT_ALIKE = {
     "with_end": ("text", "pairs"),
     "as_encoded": ("text", "labelled"),

@@ -16,7 +16,7 @@ from d9d_data.sources.place import Record, refuse
 from d9d_data.sources.records import read_records
 
 C = TypeVar("C", bound=PreparedConfig)
-# Number of records to search for a well-formed one, if malformed records are left out.
+# Number of records to search for a record of a known format, if malformed records are left out.
 _LOOKED_AT = 1000
 
 
@@ -72,7 +72,7 @@ def _of(config: PreparedConfig, record: Record) -> tuple[dict[str, Any], str]:
 
 
 def _first_records(files: Sequence[SourceFile], malformed: str) -> Iterator[Record]:
-    """Yield the first record; if malformed records are left out, the first :data:`_LOOKED_AT` well-formed records."""
+    """Yield the first record; if malformed records are left out, the first :data:`_LOOKED_AT` parseable records."""
     reject = refuse if malformed == "error" else lambda _place, _problem: None
     records = (record for file in files for record in read_records(file, reject=reject))
     yield from islice(records, 1 if malformed == "error" else _LOOKED_AT)

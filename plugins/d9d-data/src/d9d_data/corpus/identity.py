@@ -49,7 +49,7 @@ def corpus_key(config: PreparedConfig, pieces: Sequence[Piece]) -> str:
     sampled = config.digest == "sampled" and sum(stat.size for stat in stats) > SMALL_CORPUS
     for piece, stat in zip(pieces, stats, strict=True):
         content = _content(piece.file, stat, sampled)
-        # A file can be read in several ways.
+        # Format, compression and field are part of the key, because the same bytes can be read in several ways.
         digest.update(f"{piece.file.format} {piece.file.compression} {piece.field} {content}\n".encode())
     return f"text-{digest.hexdigest()[:32]}"
 

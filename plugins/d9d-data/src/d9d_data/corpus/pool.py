@@ -128,4 +128,4 @@ def _close(process: subprocess.Popen[str]) -> None:
         try:
             pipe.close()
         except BrokenPipeError:
-            continue  # unsent text for a dead process
+            continue  # the process is dead, and some text was not sent to it

@@ -307,7 +307,7 @@ def _found(config: C, cache_dir: Path, note: Callable[[str], None]) -> tuple[Cor
 
 
 def _field_of(config: PreparedConfig, file: SourceFile) -> str | None:
-    if isinstance(config, LabelledConfig):  # to train a tokenizer on
+    if isinstance(config, LabelledConfig):  # the texts are needed to train a tokenizer
         return config.text_field
     if file.format not in STRUCTURED or not isinstance(config, CorpusConfig):
         return None

@@ -81,7 +81,7 @@ def _train_tokenizer(config: PreparedConfig, shards: Sequence[Shard], work: Path
     if isinstance(config, TokenizedConfig) and isinstance(config.tokenizer, BpeTokenizer):
         choice, end = config.tokenizer, config.end_of_text
         texts = _training_texts(shards, config.held_out, Skips() if config.malformed == "skip" else refuse)
-        # Training reads the whole corpus, so the trained tokenizer is kept for a start after a kill.
+        # Training reads the whole corpus. So the trained tokenizer is kept, and a start after a kill uses it.
         with progress_bar("learning a tokenizer", None):
             cached_directory(work, TOKENIZER, lambda to: make_tokenizer(choice, end, texts).save(to), _silent)
 

@@ -50,7 +50,7 @@ def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]
             shutil.rmtree(directory, ignore_errors=True)
         if lock is not None:
             os.close(lock)
-        if remove:  # NFS keeps an open file, and therefore its directory
+        if remove:  # while a file is open, NFS keeps the file and its directory
             with suppress(OSError):
                 directory.rmdir()
 

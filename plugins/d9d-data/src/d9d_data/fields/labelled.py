@@ -126,7 +126,7 @@ class LabelledEncoder:
         if encoding is None:
             return Dropped(lost)
         labels = np.full(len(encoding.ids), NO_LABEL, dtype=np.int32)
-        starts = np.cumsum([0, *(len(word) + 1 for word in words)])  # of each word, then the end of the text
+        starts = np.cumsum([0, *(len(word) + 1 for word in words)])  # start of each word, then the end of the text
         begins = (begin for begin, end in encoding.offsets if end > begin)
         word = int(np.searchsorted(starts, next(begins, 0)))  # next word without a label
         last = starts[word - 1] + len(words[word - 1]) if word else 0  # end of a word whose beginning was cut

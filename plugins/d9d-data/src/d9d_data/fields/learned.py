@@ -19,7 +19,7 @@ def learned_field(record: Record) -> tuple[str | None, str | None]:
         record: first record of a dataset.
 
     Raises:
-        DataError: it has several such fields.
+        DataError: the record has several fields of labels or masks.
     """
     found = [name for name in (*LABELS, *MASKS) if value_of(record, name) is not None]
     if len(found) > 1:

@@ -52,12 +52,12 @@ class Model:
 
     Attributes:
         directory: the directory.
-        selector: name of the model plugin that reads it.
+        selector: name of the model plugin that reads the directory.
         type: ``model_type`` of its ``config.json``; empty for a checkpoint.
         size: bytes of its safetensors files.
         positions: longest sequence, if its ``config.json`` states one.
         tied: whether the head shares the embedding's weight.
-        predicts_further: whether a job that starts from it trains layers of multi-token prediction (``mtp``).
+        predicts_further: whether a job that starts from this model trains layers of multi-token prediction (``mtp``).
         tokenizer: directory of its tokenizer, if it has one.
         template: whether it has a chat template.
     """

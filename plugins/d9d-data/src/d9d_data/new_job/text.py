@@ -159,7 +159,7 @@ def _fitting(size: int, records: Records, kind: Kind) -> int:
     if records.count < 0:
         return size
     if kind.dataset == "text":
-        return 1 if records.few else size  # texts share samples, so a few may fill only one
+        return 1 if records.few else size  # several texts may share a sample, so a few texts may fill only one
     learned = max(1, records.count - int(records.count * HELD_OUT))
     return min(size, 1 << learned.bit_length() - 1)
 

@@ -45,7 +45,7 @@ class WindowOrder:
         self._corpus = corpus
         self._longest = longest
         self._batch_size = batch_size
-        # Consecutive calls ask for packs of the same window.
+        # Epoch, window and samples of the last call, because consecutive calls ask for packs of the same window.
         self._recent: tuple[tuple[int, int], Int64] | None = None
 
     def __call__(self, consumed: int) -> Int64:

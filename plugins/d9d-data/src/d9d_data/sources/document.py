@@ -96,7 +96,7 @@ def _texts_in_records(piece: Piece, field: str, reject: Reject) -> Iterator[str]
     file = piece.file
     columns = columns_of(file) if file.format in _WITH_SCHEMA else []
     if columns and field not in columns and field.partition(".")[0] not in columns:
-        # A column that is missing from all records is an error even with malformed: skip.
+        # A column that is missing from all records is an error even with ``malformed: skip``.
         raise DataError(f"data.field: {file.name} has no column {field!r} ({_choice(file, columns)})")
     for record in read_records(file, piece.begin, piece.end, field, reject):
         text = value_of(record, field)

@@ -60,7 +60,7 @@ def _of_source(source: str, index: int, note: Callable[[str], None]) -> list[Sou
             return [SourceFile.of(address) for address in _remote_files(source, where, note)]
         return [SourceFile.of(file) for file in _files(source, where, note)]
     except (OSError, RuntimeError, ValueError, RecursionError) as error:
-        # such as a name that the system refuses, missing permission, an unknown home directory or a zero byte
+        # Causes: a name that the system refuses, missing permission, an unknown home directory or a zero byte.
         reason = getattr(error, "strerror", None) or error
         shown = source if len(source) <= 80 else f"{source[:80]}..."
         raise DataError(f"{where}: cannot look for {shown!r}: {reason}; give a path that you may read") from error

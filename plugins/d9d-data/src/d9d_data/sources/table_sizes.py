@@ -232,7 +232,7 @@ class _Thrift:
                 head = self._byte()
                 count = head >> 4 if head >> 4 < 15 else self._varint()
                 for _ in range(count):
-                    # In a list, a boolean is a byte.
+                    # A boolean takes a byte as an element of a list, but none as a field of a structure.
                     self._byte() if head & 15 in (1, 2) else self._value(head & 15, depth + 1)
                 return count
             case 12:

@@ -180,7 +180,7 @@ def _explained(file: SourceFile) -> Iterator[None]:
     arrow = _pyarrow(file)
     try:
         yield
-    # Text that is not UTF-8, times out of range, a time zone unknown to this system.
+    # Causes: text that is not UTF-8, times out of range, a time zone unknown to this system.
     except (arrow.ArrowException, ValueError, OverflowError, LookupError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise DataError(

@@ -48,7 +48,7 @@ def facts_of(corpus: Corpus) -> State:
     if not corpus.encoding.targets:
         return facts
     if corpus.weights is None:
-        end = int(corpus.tokens[-1])  # the last document ends with it
+        end = int(corpus.tokens[-1])  # the end-of-text token, with which the last document ends
         return {**facts, "eos_token_id": end, "unigram_entropy": corpus.unigram_entropy}
     stops = {"stop_learned": corpus.tally.stopped, "stop_token_ids": list(corpus.stop_token_ids)}
     return {**facts, "learned_tokens": corpus.learned, **stops}

@@ -109,7 +109,7 @@ class PackReader:
                 collate_fn=_as_it_is,
                 prefetch_factor=_AHEAD,
                 persistent_workers=True,
-                # Forked workers would inherit locks held by threads that they lack, and the accelerator's context.
+                # Spawn: forked workers would inherit the accelerator's context, and locks of threads that they lack.
                 multiprocessing_context="spawn",
                 worker_init_fn=partial(_follow_training_process, os.getpid()),
                 # The loader draws a seed for its workers. Drawing it from the default generator would change the

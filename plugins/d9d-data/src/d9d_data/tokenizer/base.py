@@ -16,8 +16,8 @@ import numpy.typing as npt
 import tokenizers
 from d9d_core.errors import D9dError, DataError
 
-#: Numbers of characters: length above which a text is encoded in pieces or refused, length of a piece, and how far
-#: before its end a space is searched for to cut at.
+#: Numbers of characters: length above which a text is encoded in pieces or refused, length of a piece, and how many
+#: characters before its end are searched for a space at which to cut.
 _LONG, _PIECE, _WINDOW = 1 << 22, 1 << 18, 1 << 12
 #: Number of pieces encoded in one call.
 _PIECES = 8

@@ -81,7 +81,7 @@ class ConfusionMetric(AccumulatedMetric):
             self[name].to(wide_dtype(self[name].device)) for name in ("hits", "predicted", "actual")
         )
         counts = Confusion(hits, predicted - hits, self["total"] - predicted - actual + hits, actual - hits)
-        # Added to every value: NaN before the first sample or after a target that is no class, else zero.
+        # ``known`` is added to every value: NaN before the first sample or after a target that is no class, else zero.
         known = torch.where((self["outside"] > 0) | (self["total"].sum() == 0), torch.nan, 0.0)
         values: dict[str, Tensor | Vector] = {}
         for statistic in self.config.statistics:

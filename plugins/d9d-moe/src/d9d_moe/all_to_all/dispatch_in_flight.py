@@ -1,4 +1,6 @@
-"""Dispatch in flight: sends tokens, with labels (their experts and weights), to their experts' ranks; gradients return.
+"""Dispatch that may still be in progress: tokens are sent to their experts' ranks, each with its label.
+
+A label holds a token's experts and weights. In the backward, gradients return to the tokens' ranks.
 
 Shapes: T tokens of this rank, H features, k experts of a token, W ranks, S rows that leave this rank, N rows that
 arrive, R rows of this rank's experts.
@@ -61,7 +63,7 @@ class DispatchInFlight:
         self.plan = make_plan(routing.indices, group.size(), local, routing.limit)
         self.local = local
         self._group, self._ranks, self._side = group, group.size(), side
-        # Kept until the rows have arrived, because the side stream reads both.
+        # Tokens and routing are kept until the rows have arrived, because the side stream reads both.
         self._tokens, self._routing = tokens.detach(), routing
         self._exchange = AsyncExchange(
             (tokens, routing.weights),
@@ -71,8 +73,8 @@ class DispatchInFlight:
         self._pending: PendingTensors | None = None
         with side.active(tokens, follow=True):
             self._pending_sizes = self._exchange_counts()
-            # Written for the largest possible number of rows, so that the device works while the host waits for the
-            # actual number.
+            # Labels and rows are written for the largest possible number of rows, so that the device works while the
+            # host waits for the actual number.
             self._labels = write_labels(self.plan, routing.indices, routing.weights.detach(), len(routing.counts))
             self._rows = self._tokens.index_select(0, tokens_of(self.plan))
         if self.plan.padded is not None:
@@ -110,7 +112,8 @@ class DispatchInFlight:
         if plan.padded is None:
             return HostNumbers(torch.cat([plan.tokens, theirs[:, 0], self.counts.sum(0, keepdim=True)]))
         agree = theirs[:, : len(heads)] == mine[:, : len(heads)]
-        # Not public, but no public function compares on the device. NCCL would hang if ranks disagree about sizes.
+        # ``_assert_async`` is not public, but no public function compares on the device. NCCL would hang if ranks
+        # disagree about sizes.
         torch._assert_async(agree.all(), _UNEQUAL)  # noqa: SLF001
         return None
 

@@ -33,7 +33,7 @@ class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
 
     Dispatch takes three collectives (counts; tokens; labels, which are experts and weights), combine takes one, and the
     backwards of both together take three. On a GPU the host waits once, for the sizes, in the dispatch's
-    :meth:`~d9d_core.traits.Transfer.wait`, after it has launched the work before this call. With ``Routing.limit``,
+    :meth:`~d9d_core.traits.Transfer.wait`, after it has launched all work before this ``wait``. With ``Routing.limit``,
     sizes follow from shapes, rows are padded, and the host never waits.
 
     Args:

@@ -142,7 +142,7 @@ class BalancedRouter(nn.Module):
         )
 
     def add_auxiliary_losses(self, weights: Tensor, choice: Choice) -> Tensor:
-        """Attach the loss terms to the weights [T, k], whose backward then also starts the terms' backward."""
+        """Return the weights [T, k] with the loss terms attached: their backward also starts the terms' backward."""
         for term, loss in self._losses.items():
             total = loss.total(choice)
             with torch.no_grad():

@@ -128,7 +128,8 @@ class _Unpermute(torch.autograd.Function):
             if ctx.absent:
                 grad_weights = grad_weights.masked_fill(places >= len(rows), 0)
         factors = weights.flatten().index_select(0, slots).unsqueeze(1)
-        # In place: multiplies in the wider of both dtypes and rounds once, without a wide copy of all rows.
+        # The in-place product is computed in the wider of both dtypes and rounded once, without a wide copy of all
+        # rows.
         grad_rows.mul_(factors)
         return grad_rows, None, None, grad_weights.to(weights.dtype), None
 
@@ -146,12 +147,12 @@ def summed(rows: Tensor, places: Tensor, absent: bool, weights: Tensor | None = 
         part = rows.index_select(0, _safe(place, rows, absent))
         if absent:  # masks rows, not weights: spare rows may hold NaN
             part.masked_fill_((place >= len(rows)).unsqueeze(1), 0)
-        # Both ops widen while adding, without a wide copy of the rows.
+        # Both in-place operations convert to the wider dtype while they add, without a wide copy of the rows.
         if weights is None:
             total.add_(part)
         else:
             total.addcmul_(part, weights[:, choice].unsqueeze(1))
-    # A view, because torch 2.11 gives zero gradients for a compiled function that returns a tensor summed in place.
+    # Return a view: torch 2.11 gives zero gradients for a compiled function that returns a tensor summed in place.
     return total.view_as(total) if total.dtype == rows.dtype else total.to(rows.dtype)
 
 

@@ -45,7 +45,7 @@ class ExpertParallel:
             BuildError: ``ep`` does not divide the number of experts, or the model has no experts.
         """
         mesh, group = topology.mesh(VIEW, "ep"), topology.group(VIEW, "ep")
-        assert group is not None  # there is a mesh
+        assert group is not None  # a topology with a mesh has this group
         banks: dict[str, nn.Module] = {}
         parts = matched_modules(stage, self.config.match)
         found = {name: layer for name, layer in modules_with(stage, HasExperts).items() if is_inside(name, parts)}

@@ -103,7 +103,7 @@ class _ClampedSiluMul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gate, up = ctx.saved_tensors
         alpha, limit = ctx.alpha, ctx.limit
-        kept_gate, kept_up = gate <= limit, up.abs() <= limit  # as torch's clamp passes gradients on
+        kept_gate, kept_up = gate <= limit, up.abs() <= limit  # as in torch, the bounds pass gradients
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         share = torch.sigmoid(gate * alpha)
         slope = share * (1 + alpha * gate * (1 - share))

@@ -61,9 +61,9 @@ class GroupedSwiGLU(nn.Module):
         return self.terms
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """Compute the weight gradients of all three banks later, when the ``deferral`` asks for them, if supported.
+        """Compute the gradients of all three stacked weights later, when the ``deferral`` asks for them, if supported.
 
-        The backend of the op ``grouped_linear`` must support it.
+        The backend of the op ``grouped_linear`` must support deferred weight gradients.
         """
         self._deferral = deferral
         return ("gate_proj", "up_proj", "down_proj")

@@ -92,7 +92,7 @@ class MoELayer(nn.Module):
 
     def _mixed(self, hidden: Tensor, tokens: Tensor, routing: Routing) -> Tensor:
         sending = self.dispatcher.dispatch(tokens, routing)
-        shared = self._shared(hidden)  # overlaps the exchange, also in the backward
+        shared = self._shared(hidden)  # computed here to overlap the exchange, also in the backward
         sent = sending.wait()
         outputs = self.experts(sent.tokens, sent.counts, spare_rows=sent.spare_rows)
         mixed = self.dispatcher.combine(outputs, sent.handle).wait().view_as(hidden)

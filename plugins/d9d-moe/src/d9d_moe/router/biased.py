@@ -26,7 +26,7 @@ class BiasedTopKRouter(TopKRouter):
     def reset_parameters(self) -> None:
         """Draw W from N(0, std ** 2); set the bias and the buffers to zero."""
         super().reset_parameters()
-        if "bias" in self._parameters:  # the constructor of the base resets its own parameters
+        if "bias" in self._parameters:  # false in the base's constructor, which calls this before there is a bias
             nn.init.zeros_(self.bias)
 
     def _logits(self, tokens: Tensor) -> Tensor:

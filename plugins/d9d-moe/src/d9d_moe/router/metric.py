@@ -97,7 +97,7 @@ class RouterMetric:
         device = self._state["tokens"].device
         if (
             self._experts.device != device
-        ):  # a metric that only loads state is never updated, and does not learn its device that way
+        ):  # a metric that only loads state gets no tallies, which would tell its device
             self._experts = self._experts.to(device, non_blocking=True)
         self._empty = False
 

@@ -48,7 +48,7 @@ def keep_best_groups(scores: Tensor, groups: int, count: int) -> Tensor:
     routing); of equal groups, the lowest index is better.
     """
     grouped = scores.view(len(scores), groups, scores.shape[1] // groups)
-    group_best = grouped.gather(-1, best(grouped, _EXPERTS_PER_GROUP_SCORE))  # one for groups of one expert
+    group_best = grouped.gather(-1, best(grouped, _EXPERTS_PER_GROUP_SCORE))  # a single score for groups of one expert
     kept = best(group_best.sum(dim=-1), count)  # [T, count]
     dropped = torch.ones_like(group_best[..., 0], dtype=torch.bool).scatter_(-1, kept, False)
     return grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)

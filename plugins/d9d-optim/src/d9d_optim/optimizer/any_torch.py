@@ -160,7 +160,7 @@ class TorchOptimizer(NamedOptimizer):
         """Find a parameter's initial state by a step on zeros. Collective over its mesh if the class communicates."""
         stand_in = nn.Parameter(torch.zeros_like(parameter))
         stand_in.grad = torch.zeros_like(stand_in)
-        # A meta tensor shows the slots, if no argument requires a device that computes.
+        # A step on the meta device shows the slots too, if arguments that require a particular device are off.
         optimizer = self._made([stand_in], 0.0, self._plain if parameter.is_meta else self._arguments)
         record = _Record()
         optimizer.state[stand_in] = record

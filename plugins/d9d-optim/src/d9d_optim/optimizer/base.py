@@ -123,7 +123,7 @@ class NamedOptimizer(ABC):
                 self.apply(self._batch(group, names, state, *flags))
 
     def divide_gradients(self, divisor: Tensor) -> None:
-        """Let the next step divide the gradients by a number, for clipping without a pass of its own.
+        """Let the next step divide the gradients by a number, so that clipping needs no separate pass over them.
 
         Args:
             divisor: 0-d float32.

@@ -38,7 +38,7 @@ class Muon(NamedOptimizer):
         BuildError: no parameter is left for Muon, or a pattern of ``adamw.match`` matches nothing.
     """
 
-    takes_divisor = True  # for the parameters of AdamW
+    takes_divisor = True  # for the parameters that AdamW updates
 
     def __init__(self, config: MuonConfig, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(config, parameters)

@@ -45,7 +45,7 @@ class ScheduleFree(NamedOptimizer):
             weight = rate**config.weight_power
             total = weight_sum + weight
             share = torch.where(total > 0, weight / total, 0.0)  # weight of the new iterate in the average
-            # With z' = z - lr d and x' = x + share (z' - x), this is (1 - beta1) z' + beta1 x'.
+            # ``new_y`` is (1 - beta1) z' + beta1 x', with z' = z - lr d and x' = x + share (z' - x).
             new_y = torch.lerp(y, z, share.to(y.dtype)) + direction * (batch.lr * (beta1 * (1 - share) - 1)).to(y.dtype)
             keep_if(batch.gate, y, new_y)
             keep_if(batch.gate, z, z.add(direction, alpha=-batch.lr))

@@ -88,7 +88,7 @@ class KeepOutputs:
 
 
 class WarnOfUnmet:
-    """Forward pre-hook of a stage; in the second forward, warns of entries of ``save`` that no block has called.
+    """Forward pre-hook of a stage; in the second forward, warns of entries of ``save`` whose operators no block called.
 
     Args:
         policy: policy of the stage's blocks.
@@ -160,7 +160,8 @@ def find_operators(pattern: str, ops: Collection[str] = ()) -> list[OpOverload]:
     Raises:
         BuildError: no operator matches.
     """
-    # torch.ops lists only operators used before, so this asks the dispatcher; a private function, pinned by a test.
+    # torch.ops lists only operators that were used before. The dispatcher lists all, by a private function, which a
+    # test pins.
     registered = {name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}  # noqa: SLF001
     matched = [name.partition(".") for name in sorted(fnmatch.filter(registered, pattern))]
     # A library may register kernels for operators that it does not define, such as torchao without its extension.

@@ -65,7 +65,8 @@ def _allow_replaced_parameters() -> None:
     recomputation; the block would then run uncompiled. In the graph, the recomputation only repeats operators, which
     were traced with the shards.
     """
-    # Private and global to the process; no argument of torch.compile sets it. An unknown name is an error.
+    # The setting is private and global to the process, because no argument of torch.compile sets it. Setting an unknown
+    # name is an error.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # noqa: SLF001
 
 
@@ -78,7 +79,7 @@ def _graph_options(mode: str | None) -> dict[str, Any]:
 
 
 def _check_backend(name: str) -> None:
-    # An empty tuple of excluded tags includes the debugging backends.
+    # With an empty tuple of excluded tags, torch also lists its debugging backends.
     known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         near = closest(name, known)

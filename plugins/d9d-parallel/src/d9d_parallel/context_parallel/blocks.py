@@ -60,7 +60,7 @@ class Block:
 
     def is_seen(self, queries: int, keys: int) -> bool:
         """Whether some query may attend to some key, by their positions."""
-        if self.groups is not None:  # on the device: reading them would synchronise
+        if self.groups is not None:  # block indices are on the device, so reading them would synchronise
             return True
         near = self.window is None or self.query - (self.key + keys - 1) < self.window
         if self.kind == "bidirectional":

@@ -158,7 +158,7 @@ def _swaps(heads: Heads | None, ranks: Ranks) -> Iterator[_Call]:
 
 
 def _turns(numbers: int | None, ring: Ranks) -> Iterator[_Call]:
-    """Sends and receives of a ring of R ranks: R - 1 of keys and values, R of their gradients, which return home."""
+    """Sends and receives of a ring of R ranks: R - 1 of keys and values, R of gradients, which end on their rank."""
     here, following, previous = (ring.numbers[(ring.rank + turn) % ring.size] for turn in (0, 1, -1))
     ways: Mapping[Kind, tuple[int, ...]] = {
         "send": tuple(sorted((here, following))),

@@ -30,7 +30,7 @@ def alternatives(config: ContextParallelConfig) -> Sequence[ContextParallelConfi
 
 @dataclass(frozen=True, slots=True)
 class AttentionCosts:
-    """Function that computes the costs of context-parallel attention; comparable, because plans merge equal ones.
+    """Function that computes the costs of context-parallel attention; ``d9d plan`` uses it as a part of a cache key.
 
     Attributes:
         method: method of the config.

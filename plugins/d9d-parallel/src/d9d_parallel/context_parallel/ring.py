@@ -42,7 +42,7 @@ class RingAttention:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.slot = BlockSlot("attention_block", ReferenceBlocks())
-        # Dynamo would trace sends and receives, which must start together.
+        # Not for Dynamo, which would trace the sends and receives, although they must start together.
         self._attend: Callable[..., Tensor] = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
     @property
@@ -180,7 +180,7 @@ class _Ring(torch.autograd.Function):
             if coming is not None:
                 here = coming.wait()
         out, total = merged.found
-        if sinks is not None:  # once, after merging: a score without a value
+        if sinks is not None:  # added once, after merging: each sink is a score without a value
             of_keys, total = total, torch.logaddexp(total, sinks.to(total.dtype))
             out = out * (of_keys - total).exp().unsqueeze(-1)
         result = out.to(query.dtype)
@@ -216,7 +216,7 @@ class _Ring(torch.autograd.Function):
             travelling = Passing(of_here if travelling is None else travelling.wait().add_(of_here), ring.ranks)
             if coming is not None:
                 here = coming.wait()
-        assert travelling is not None  # there is a turn
+        assert travelling is not None  # a ring has at least one turn
         of_key, of_value = travelling.wait().unbind()
         grads = of_query.finish().to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
         return *grads, of_sinks, None, None

@@ -39,7 +39,7 @@ class ContextParallel:
             BuildError: the stage or a core cannot be split, or the heads cannot be divided over the ranks.
         """
         group = topology.axes_group("cp")
-        assert group is not None  # there is a mesh
+        assert group is not None  # a topology with a mesh has this group
         share = ContextPositions(Ranks(group))
         if not isinstance(stage, SplitsContext):
             raise BuildError(

@@ -134,8 +134,8 @@ def times_gathered(passes: Sequence[Pass], units: Sequence[Unit]) -> list[tuple[
     """Numbers of all-gathers of each unit's parameters in the forwards and in the backwards of a step.
 
     Parameters are freed after each backward, and after each forward if the unit ``reshards``; otherwise the next pass
-    finds them gathered. In addition, FSDP2 prefetches in the backward of a unit the unit whose forward came before, and
-    it records forwards until the last backward. With several microbatches, the first unit therefore prefetches the last
+    finds them gathered. In addition, the backward of a unit prefetches the unit whose forward came before it. FSDP2
+    records forwards until the last backward. With several microbatches, the first unit therefore prefetches the last
     unit of an earlier forward. If this last unit is the stage's own unit, which is still gathered, there is no
     additional all-gather; if all parameters are in blocks, there is one.
 

@@ -56,7 +56,7 @@ def _fits(group: Any) -> bool:
 def _is_direct(parameter: Any, ranks: int) -> bool:
     if not all(hasattr(parameter, name) for name in _OF_PARAMETER):
         return False
-    # The padded size is the same on all ranks, which must decide alike.
+    # Compare with the padded size, which is the same on all ranks, because all ranks must decide alike.
     whole, part = parameter._orig_size, parameter.padded_sharded_param_size  # noqa: SLF001
     even = whole.numel() > 0 and whole[0] == ranks * part[0]
     extended = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")  # noqa: SLF001
@@ -137,7 +137,7 @@ class DirectGather:
 
     def _land(self, begun: _Begun) -> None:
         self.group.device_handle.current_stream().wait_event(begun.all_gather_event)
-        begun.copies.wait_event(begun.all_gather_event)  # its memory may be reused for the next unit's inputs
+        begun.copies.wait_event(begun.all_gather_event)  # the next unit may reuse the memory of the cast inputs
         self._begun = self.group._all_gather_result = None  # noqa: SLF001
 
     def _begin(self) -> _Begun:

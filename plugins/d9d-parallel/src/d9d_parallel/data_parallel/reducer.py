@@ -36,8 +36,8 @@ class FsdpReducer:
         """Set the reductions of the next backward.
 
         Args:
-            last: whether it is the step's last backward.
-            complete: whether it also computes all weight gradients.
+            last: whether the next backward is the last one of the step.
+            complete: whether the next backward computes all weight gradients; if not, some follow later.
         """
         self._waiting |= not complete
         last = last and not self._waiting

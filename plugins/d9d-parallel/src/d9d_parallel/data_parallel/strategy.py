@@ -63,9 +63,10 @@ _REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate
 class Replicate:
     """Strategy of data parallelism with the whole model on every rank of ``dp_replicate``; gradients are all-reduced.
 
-    FSDP2 is used only for settings that need it: compute formats, offload, shards over ``cp``, and pipeline stages
-    whose gradients are due at different times. Otherwise the stage stays unchanged, and gradients are reduced in place,
-    in buckets during the last backward of a step, without copies of parameters and with copies of only few gradients.
+    FSDP2 is used only for settings that need it: compute formats, offload, shards over ``cp``, and pipelines, where the
+    stages of a rank have their gradients ready at different times. Otherwise the stage stays unchanged, and gradients
+    are reduced in place, in buckets during the last backward of a step, without copies of parameters and with copies of
+    only few gradients.
 
     With ``match``, the matched modules are whole on every rank of all data axes, and FSDP2 is used only for formats and
     offload, which need a mesh without ``dp_shard``.
@@ -152,7 +153,7 @@ def wrap(
         BuildError: the group size does not divide, units share a parameter, or another data-parallel strategy was
             applied already.
     """
-    mesh = topology.mesh("dense", *dims.dense)  # first, because all ranks create its groups
+    mesh = topology.mesh("dense", *dims.dense)  # before the return below: all ranks must create the mesh's groups
     parts = matched_modules(stage, config.match)
     whole = not config.match
     unmatched = unmatched_patterns(stage, config.match, config.name)
@@ -201,7 +202,7 @@ def wrap(
         fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=set(stage.parameters()))
     units = [unit for unit in stage.modules() if isinstance(unit, FSDPModule) and id(unit) not in before]
     for unit in units:
-        # FSDP2 would average, and gloo has no scaled sum: so a divisor of one and plain sums.
+        # By default FSDP2 averages; with a divisor, it would use a scaled sum, which gloo lacks. So force plain sums.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     direct = gather_directly(units)
@@ -390,7 +391,7 @@ def _check_group(reshard_after_forward: bool | int, mesh: DeviceMesh, strategy: 
 
 
 def _check_ties(stage: nn.Module, units: Mapping[str, nn.Module], strategy: str) -> None:
-    # Inner units last, which replace the units around them.
+    # Inner units come last, so that each module is mapped to the innermost unit around it.
     unit_of = {id(module): name for name in sorted(units) for module in units[name].modules()}
     seen: dict[int, tuple[str, str]] = {}
     for owner, module in stage.named_modules(remove_duplicate=False):
@@ -431,7 +432,7 @@ def _prefetch(blocks: list[list[FSDPModule]], forward: int, backward: int) -> No
 
 
 def _windows(blocks: list[list[FSDPModule]], depth: int) -> Iterable[tuple[list[FSDPModule], list[FSDPModule]]]:
-    """Yield the units of each block except the last, and the units to prefetch with them: the block's experts first."""
+    """Yield the units of each block except the last, and the units to prefetch: its experts, then ``depth`` blocks."""
     for index, units in enumerate(blocks[:-1]):
         following = blocks[index + 1 : index + 1 + depth]
         yield units, [*units[1:], *(unit for later in following for unit in later)]

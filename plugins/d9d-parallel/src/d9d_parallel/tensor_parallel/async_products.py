@@ -142,7 +142,7 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, of_whole: Tensor | None, *of_outs: Tensor | None) -> tuple[Tensor | None, ...]:
         whole, *weights = ctx.saved_tensors
         finish = None
-        # Autograd may call this without any gradient of an output; it then does so on all ranks.
+        # Autograd may call this without a gradient of any output. This happens on all ranks or on none, so none waits.
         if ctx.needs_input_grad[0] and any(grad is not None for grad in (of_whole, *of_outs)):
             there = [(grad, weight.t()) for grad, weight in zip(of_outs, weights, strict=True) if grad is not None]
             finish = ctx.products.multiply_scatter(

@@ -168,7 +168,7 @@ class EmbeddingForward(LocalShards):
 
 
 class OwnTokens:
-    """Forward of an embedding whose weight is whole on every rank: token ids [B, S] to features of its own positions.
+    """Forward of an embedding whose weight is whole on every rank: token ids [B, S] to the features of own positions.
 
     Args:
         module: embedding.

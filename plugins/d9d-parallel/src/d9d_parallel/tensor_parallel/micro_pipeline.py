@@ -79,7 +79,7 @@ def multiply_scatter(
         total = None if added is None else added[to].reshape(-1, features)
         for part, weight in zip(parts, weights, strict=True):
             total = _add_product(total, part[to].reshape(-1, weight.shape[1]), weight, dtype)
-        assert total is not None  # there is something to add up
+        assert total is not None  # there is at least one summand
         total = total.contiguous().view(partial.shape[1:])  # the gradient of a sum has strides of zero
         if to == rank:
             partial[rank].copy_(total)

@@ -76,7 +76,7 @@ class TensorParallel:
                 or a module of style ``VOCAB`` cannot be split.
         """
         group = topology.group("dense", "tp")
-        assert group is not None  # there is a mesh
+        assert group is not None  # a topology with a mesh has this group
         if any(isinstance(one, DTensor) and "tp" in _names_of(one.device_mesh) for one in stage.parameters()):
             raise BuildError(
                 f"strategy '{self._config.name}' stands twice in 'parallel', but it divides the positions between all "
@@ -87,7 +87,7 @@ class TensorParallel:
         ranks = Ranks(group)
         products = None
         if self._config.asynchronous:
-            alone = topology.sizes["pp"] == 1  # only overlapped pairs of a pipeline run on other streams
+            alone = topology.sizes["pp"] == 1  # with a pipeline, overlapped forwards and backwards run on other streams
             products = AsyncProducts(ranks, symmetric=is_usable(ranks, topology.device), in_graphs=alone)
         parts = matched_modules(stage, self._config.match)
         split = _Split(topology.mesh("dense", "tp"), ranks, self._config.name, communication, products, parts)
@@ -311,7 +311,7 @@ class _Split:
                 "own, so its number of rows is unknown; a head tied to the embedding states it as the attribute "
                 "'vocabulary', see d9d_core.model.SplitsVocabulary"
             )
-        # As DTensors are sharded: the first ranks have the most rows, the last ranks the rest.
+        # Rows are divided as in a sharded DTensor: the first ranks have the most rows, the last ranks the rest.
         most = -(-rows // self.ranks.size)
         first = min(rows, self.ranks.rank * most)
         if isinstance(child, nn.Embedding):
@@ -353,7 +353,7 @@ class _Split:
 
     def _shard(self, child: nn.Module, style: TensorStyle) -> None:
         shard(child, "weight", self.mesh, _SPLIT[style])
-        # The bias of a row-wise layer is added to the sum over ranks.
+        # Only the bias of a column-wise layer is sharded; the bias of a row-wise layer is added to the sum over ranks.
         if style is TensorStyle.COLUMN and getattr(child, "bias", None) is not None:
             shard(child, "bias", self.mesh, 0)
 

@@ -86,7 +86,7 @@ def _memory(ranks: Ranks, device: torch.device) -> Tensor | None:
         if not module.is_symm_mem_enabled_for_group(ranks.name):
             module.enable_symm_mem_for_group(ranks.name)  # needed by torch 2.11 only
         tensor: Tensor = module.empty(ranks.size, dtype=torch.int32, device=device)
-    except (ImportError, AttributeError, RuntimeError):  # an older driver
+    except (ImportError, AttributeError, RuntimeError):  # for example with an older driver
         return None
     return tensor
 

@@ -58,7 +58,8 @@ class Ia3:
 
     def __init__(self, config: Ia3Config) -> None:
         self._config = config
-        # Original class -> class with a scale: layers of one class must stay of one class, to share compiled code.
+        # Original class -> subclass with a scale. All layers of one class get the same subclass, to share compiled
+        # code.
         self._classes: dict[type, type] = {}
 
     def inject(self, stage: nn.Module) -> frozenset[str]:

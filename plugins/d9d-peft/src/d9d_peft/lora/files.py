@@ -115,7 +115,8 @@ def config_json(
         saved: names, in published models, of the parameters of ``modules_to_save``.
     """
     experts = list(experts)
-    # A key also selects the modules whose names end with a dot and the key, unless it begins with ^.
+    # In the library, a key of rank_pattern or alpha_pattern also selects modules whose names end with a dot and the
+    # key, unless the key begins with ^.
     ends = {name[place + 1 :] for name in modules.values() for place, character in enumerate(name) if character == "."}
     keys = {ours: f"^{there}" if there in ends else there for ours, there in modules.items()}
     ranks = {key: config.rank_of(ours) for ours, key in keys.items()}

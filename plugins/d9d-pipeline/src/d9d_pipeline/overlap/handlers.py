@@ -48,7 +48,7 @@ class OverlapHandlers:
             state.ends.append(self._streams.join)
         with self._streams.on(action.stage):
             self._handlers[type(action)](action, state)
-        # A result for another stage of this rank is computed on one stream and used on another.
+        # If the next stage to use the result is on this rank, it reads the result on another stream.
         if isinstance(action, Forward):
             self._cross(state.inputs, action, action.stage + 1)
         elif isinstance(action, Backward | InputBackward):

@@ -107,7 +107,7 @@ class PairRunner:
         layers = [layer for layer in modules_with(stage, HasExperts).values() if reaches_other_ranks(layer.dispatcher)]
         self._removes += [replace_dispatcher(layer, self._points) for layer in layers]
         sending = {id(layer) for layer in layers}
-        # A model may pass on the blocks of its backbone, so two owners may name the same module.
+        # A model may return its backbone's blocks, so model and backbone may both return the same block.
         owners = modules_with(stage, HasBlocks).values()
         blocks = {id(block): block for owner in owners for block in owner.blocks().values()}
         for block in blocks.values():

@@ -71,7 +71,7 @@ class BlockHook:
 
 
 def _has_gradient(value: object) -> bool:
-    # A parameter would collect a hook from each microbatch without end.
+    # Parameters are excluded: they outlive the microbatch, so they would collect its hooks without end.
     return isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
 
 

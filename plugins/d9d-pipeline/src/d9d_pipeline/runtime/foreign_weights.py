@@ -72,7 +72,7 @@ class ForeignWeights:
     def unsharded(self) -> Iterator[None]:
         """Context in which parameters that FSDP2 shards are gathered. Collective over the ranks of the shards."""
         for unit in self._units.values():
-            # Nodes that run again would make FSDP2 free the parameters at the end of that backward, but other parts of
+            # A backward through a part of the graph would make FSDP2 free the parameters at its end, but other parts of
             # the graph still need them.
             unit.set_reshard_after_backward(False, recurse=False)
             unit.unshard()
@@ -80,7 +80,7 @@ class ForeignWeights:
             yield
         finally:
             for unit in self._units.values():
-                unit.set_reshard_after_backward(True, recurse=False)  # the default
+                unit.set_reshard_after_backward(True, recurse=False)  # FSDP2's default
                 unit.reshard()
 
     def _remember(self, path: str, names: Sequence[str], module: nn.Module, _inputs: object) -> None:

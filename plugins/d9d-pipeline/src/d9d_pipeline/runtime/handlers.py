@@ -1,4 +1,4 @@
-"""Handlers of the actions that d9d-core does not run: sends, receives, split backwards and overlapped pairs."""
+"""Handlers of the actions that d9d-engine does not run: sends, receives, split backwards and overlapped pairs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SplitBackwardHandlers:
     def backward(self, action: Action, state: StepState) -> None:
         """Compute all gradients of a microbatch in a stage."""
         assert isinstance(action, Backward)
-        # The same setting as in the forward, parts of which this backward may recompute.
+        # Ops do not defer, as in the forward of this microbatch, parts of which this backward may recompute.
         self._stages[action.stage].expect(False)
         self._runner.backward(action, state)
 

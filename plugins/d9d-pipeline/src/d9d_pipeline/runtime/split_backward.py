@@ -162,7 +162,8 @@ class _Side:
                 if gradient is not None:
                     starts.append(GradientEdge(nodes[index], output))
                     gradients.append(gradient)
-        # A branching node may lead to another one. Its recorded gradient already includes the part that arrives again.
+        # A branching node may lead to another one, so part of the other's gradient arrives again. The hooks replace the
+        # sum by the recorded gradient, which already includes this part.
         handles = [nodes[index].register_prehook(self._replacing(index)) for index in self._arrived]
         try:
             if starts:

@@ -32,7 +32,7 @@ def interleaved_one_forward_one_backward(ranks: int, microbatches: int, stages_p
     largest = max(map(len, rounds(microbatches, ranks)))
     orders = []
     for rank, stages in enumerate(placement):
-        # As in Megatron-LM: the first backward reaches a rank two steps later for each rank after it.
+        # As in Megatron-LM: for each rank after this one, the first backward arrives two forwards later.
         ahead = (stages_per_rank - 1) * largest + 2 * (ranks - 1 - rank)
         orders.append(_order(stages, ranks, ahead, microbatches))
     return insert_transfers(orders, placement)

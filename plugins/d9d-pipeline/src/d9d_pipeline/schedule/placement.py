@@ -7,7 +7,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 def loop(ranks: int, stages_per_rank: int) -> Placement:
-    """Placement of stages in turn on all ranks: with 2 ranks and 2 stages on each, (0, 2) and (1, 3)."""
+    """Placement of stages round-robin on the ranks: with 2 ranks and 2 stages on each, (0, 2) and (1, 3)."""
     return tuple(tuple(range(rank, ranks * stages_per_rank, ranks)) for rank in range(ranks))
 
 

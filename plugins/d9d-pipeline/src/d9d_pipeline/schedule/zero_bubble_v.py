@@ -30,7 +30,7 @@ def _order(rank: int, ranks: int, limit: int) -> list[Action]:
     down, up = vee(ranks)[rank]
     microbatches = max(limit, 2 * ranks - 1)
     steps = OrderBuilder(limit)
-    # Actions past the limit are not appended, so loops end where nothing more would be appended.
+    # Actions of microbatches past the limit are not appended, so loops end where nothing more would be appended.
     for _ in range(min(limit, 2 * (ranks - rank) - 1)):
         steps.forward(down)
     for _ in range(rank):
@@ -47,7 +47,7 @@ def _order(rank: int, ranks: int, limit: int) -> list[Action]:
         steps.both_halves(down)
         steps.forward(up)
         steps.both_halves(up)
-    # Drain: input gradients first, then the remaining weight gradients.
+    # After the last forward: first input gradients, then pairs of both halves, then the remaining weight gradients.
     for _ in range(rank):
         steps.input_backward(down)
         steps.input_backward(up)

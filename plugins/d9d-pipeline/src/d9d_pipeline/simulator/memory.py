@@ -38,7 +38,7 @@ def live(program: Program, weights: Sequence[float], training: bool = True) -> f
                 released += weights[part.stage]
         most = max(most, held)
         held -= released
-    # Fractions such as thirds do not add up exactly.
+    # Round, because sums of fractions such as thirds are not exact.
     return round(most, 9)
 
 

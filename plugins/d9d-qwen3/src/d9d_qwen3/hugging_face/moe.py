@@ -120,7 +120,7 @@ def _dense_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _window(data: Mapping[str, Any]) -> Any:
     """Sliding window of all layers; in this family, transformers 5 does not support a window in only some layers."""
-    # The fields are evaluated as in transformers, with its defaults.
+    # Evaluate the fields as transformers does, with its defaults.
     window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
     if window is not None and data.get("max_window_layers", 0):
         raise CheckpointError(

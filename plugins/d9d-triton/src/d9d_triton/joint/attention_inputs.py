@@ -2,7 +2,7 @@
 
 The gradients of queries, keys and values are written next to each other in one tensor, the first two by the backward
 kernel of norms and rotations, the last by a copy. One product with the concatenated weights therefore gives the
-gradient of the input, without a pass that adds three, although the weights remain three parameters.
+gradient of the input, without a pass that adds three gradients, although the weights remain three parameters.
 
 Shapes: B samples, S positions, H features, N query heads, K key heads, D features of a head, F = (N + 2 K) D.
 """

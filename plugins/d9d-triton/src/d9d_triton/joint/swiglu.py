@@ -3,7 +3,7 @@
 Between its matrix products, the backend makes one elementwise pass over memory in the forward and one in the backward.
 The backward's pass writes the gradients of gate and up into one tensor and recomputes the gated activations, so that
 these are not kept. One product with the concatenated weights then gives the gradient of the input, without a pass that
-adds two, although the weights remain two parameters.
+adds two gradients, although the weights remain two parameters.
 
 Shapes: R rows, H features, I features inside, ``...`` any leading dims.
 """

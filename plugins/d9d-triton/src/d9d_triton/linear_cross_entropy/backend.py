@@ -54,9 +54,9 @@ def build_words(_signature: OpSignature) -> LinearCrossEntropyByWords:
 class LinearCrossEntropy:
     """Triton backend of linear cross-entropy, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
-    Three matrix products and two passes over the logits. As many logits as :func:`may_be_kept` allows are kept for the
-    backward, which recomputes the logits of the other tokens. The backward overwrites kept logits with their gradient,
-    so a second backward (``retain_graph``) is an autograd error, unless ``keep=False``.
+    It makes three matrix products and two passes over the logits. As many logits as :func:`may_be_kept` allows are kept
+    for the backward, which recomputes the logits of the other tokens. The backward overwrites kept logits with their
+    gradient, so a second backward (``retain_graph``) is an autograd error, unless ``keep=False``.
 
     If the weight is frozen, the forward computes the gradient of the hidden states, chunk by chunk, and keeps no
     logits; the backward scales its rows by the gradients of the losses.
@@ -193,10 +193,10 @@ class LinearCrossEntropyNarrow:
 class LinearCrossEntropyByWords:
     """Backend ``triton_words`` of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`, in vocabulary chunks.
 
-    Four matrix products and two passes over the logits, in chunks of the vocabulary. Between forward and backward it
-    keeps the logits of the last chunk, in memory that the backward needs anyway, and three numbers for each token. The
-    backward recomputes the logits of the other chunks, writes the weight gradient chunk by chunk in its own dtype, and
-    sums the gradient of the hidden states in float32. It supports any function of the tokens' losses.
+    It makes four matrix products and two passes over the logits, in chunks of the vocabulary. Between forward and
+    backward it keeps the logits of the last chunk, in memory that the backward needs anyway, and three numbers for each
+    token. The backward recomputes the logits of the other chunks, writes the weight gradient chunk by chunk in its own
+    dtype, and sums the gradient of the hidden states in float32. It supports any function of the tokens' losses.
 
     If the weight needs no gradient, it uses chunks of tokens and recomputes no logits: with a frozen weight the forward
     computes the gradient of the hidden states, as ``triton`` does; without any gradients there is only one product.

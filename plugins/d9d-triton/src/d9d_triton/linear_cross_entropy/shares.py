@@ -43,10 +43,10 @@ def build(_signature: OpSignature) -> type[VocabularyShareCrossEntropy]:
 class VocabularyShareCrossEntropy(VocabularyParallelCrossEntropy):
     """Linear cross-entropy over a shard of the vocabulary by Triton: loss of each token.
 
-    Three matrix products and two passes over the logits. As many logits as :func:`may_be_kept` allows are kept for the
-    backward, which recomputes the logits of the other tokens, in fewer chunks than the reference, because there are no
-    float32 logits. The backward overwrites kept logits with their gradient, so a second backward (``retain_graph``) is
-    an autograd error, unless ``keep=False``.
+    It makes three matrix products and two passes over the logits. As many logits as :func:`may_be_kept` allows are kept
+    for the backward, which recomputes the logits of the other tokens, in fewer chunks than the reference, because there
+    are no float32 logits. The backward overwrites kept logits with their gradient, so a second backward
+    (``retain_graph``) is an autograd error, unless ``keep=False``.
     """
 
     def compute(
