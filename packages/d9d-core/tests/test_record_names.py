@@ -17,7 +17,7 @@ def test_a_name_has_letters_digits_and_underscores(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "1", "12", "1F1B", "_a", "a-b", "a b", "a.v", "a.b", "1_"])
 def test_a_name_that_yaml_or_people_would_misread_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="use lower case, digits and underscores"):
+    with pytest.raises(ValueError, match="use lower-case letters, digits and underscores"):
         named(name)
 
 

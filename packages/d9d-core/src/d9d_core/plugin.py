@@ -159,7 +159,10 @@ class Spec:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"{type(self).__name__} name {self.name!r}: use lower case, digits and underscores")
+            raise ValueError(
+                f"{type(self).__name__} name {self.name!r}: use lower-case letters, digits and underscores, with a "
+                "letter before the first underscore"
+            )
         _check_summary(f"{type(self).__name__} {self.name!r}", self.summary)
         for tokens in ("requires", "provides", "conflicts"):
             object.__setattr__(self, tokens, _tokens(getattr(self, tokens)))

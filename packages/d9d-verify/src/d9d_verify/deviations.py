@@ -60,10 +60,12 @@ class Deviation:
 
     Attributes:
         kind: kind of the value, which selects the limit.
-        name: name of the parameter, buffer or series; empty for loss, gradient norm and learning rate.
+        name: name of the parameter, buffer, optimizer state or series; ``the loss term X`` for a loss term; empty for
+            the total training loss, the number of tokens, the gradient norm and the learning rate.
         step: 0-based step; the number of steps for values at the end.
-        size: relative deviation; infinite if only one value is finite, or the reference is zero. For ``noise``: the
-            length of a gradient, relative to its length in correct runs.
+        size: relative deviation; for ``angle``, 1 - cos. Infinite if only one value is finite, if an update, buffer,
+            state or series differs from a reference of length zero, or if only the reference changed a buffer. For
+            ``noise``: the length of a gradient, relative to its length in correct runs.
     """
 
     kind: Kind

@@ -131,7 +131,10 @@ class PendingDispatch:
 
     @untraced
     def _finish(self) -> tuple[Tensor, Tensor, Tensor, int, Handle]:
-        """Tokens [N, H], weights [N, k], experts [N, k] (-1 on other ranks), R, and DeepEP's handle."""
+        """Received tokens [N, H], the weights [N, k] and experts [N, k] of their choices, R, and DeepEP's handle.
+
+        Experts are indices among this rank's experts; -1 if the expert is on another rank.
+        """
         buffer = self._buffer
         tokens, chosen, weights, counts, parts, event = buffer.dispatch(
             self._tokens,

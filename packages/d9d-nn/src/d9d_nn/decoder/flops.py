@@ -10,15 +10,15 @@ def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> flo
     """FLOPs per token, forward and backward: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
 
     A matmul parameter takes one multiplication and one addition, once in the forward and twice in the backward. The
-    embedding look-up is not a matmul; each causal_lm or token_classification head is one, tied or not. In a layer with
-    experts, only the router and the experts of one token count. A classification head and the projection of an
-    embedding head count once per sample. The second term counts attention scores and the mixing of values (Chowdhery et
-    al. 2022, "PaLM", appendix B); if values have another size than keys, head_dim is the mean of both. keys is the
-    average number of keys that a token attends to: half of the sequence, all of it if attention is bidirectional, or
-    less with a sliding window; see :meth:`DecoderConfig.attended_keys`. A layer without
-    attention has another second term, see :meth:`DecoderConfig.mixing_flops`. Recomputation is not counted. With
-    several heads, all heads are assumed to be trained. Each depth of multi-token prediction adds a layer, its
-    projection, and the head once more.
+    embedding look-up is not a matmul; each causal_lm or token_classification head is one, tied or not. In the
+    feed-forward part of a layer with experts, the router and the experts that one token uses count, shared ones too. A
+    classification head and the projection of an embedding head count once per sample. The second term counts attention
+    scores and the mixing of values (Chowdhery et al. 2022, "PaLM", appendix B); if values have another size than keys,
+    head_dim is the mean of both. keys is the average number of keys that a token attends to: half of the sequence, all
+    of it if attention is bidirectional, or less with a sliding window; see :meth:`DecoderConfig.attended_keys`. A layer
+    without attention has another second term, see :meth:`DecoderConfig.mixing_flops`. Recomputation is not counted. If
+    the model has several output heads, all of them are assumed to be trained. Each depth of multi-token prediction adds
+    a layer, its projection, and the head once more.
     """
     layers = range(config.num_layers + config.multi_token().depths)
     matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length) + further_parameters(config)

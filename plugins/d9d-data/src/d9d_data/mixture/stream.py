@@ -196,7 +196,10 @@ class MixtureStream(PackStream):
                 )
 
     def _check_facts(self) -> None:
-        """Check that all parts have the same names of classes and of texts, to which label ids and rows refer."""
+        """Check that all parts have the same class names and the same names of the texts in a sample.
+
+        Label ids are indices of classes, and row r of a microbatch is text ``r % number of texts`` of its sample.
+        """
         for name, what in _EQUAL.items():
             found = {index: stream.facts.get(name) for index, stream in enumerate(self._streams)}
             for index, values in found.items():

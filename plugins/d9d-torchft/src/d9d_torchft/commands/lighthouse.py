@@ -24,7 +24,7 @@ def lighthouse(
         float, typer.Option(metavar="SECONDS", help="Time after which a silent replica counts as lost.", min=0.5)
     ] = 2.0,
     join_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time that replicas wait for a living one that is slower.", min=0.5)
+        float, typer.Option(metavar="SECONDS", help="Longest wait for a living replica that has not joined.", min=0.5)
     ] = 300.0,
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File for torchft's own lines, several in each step.")
