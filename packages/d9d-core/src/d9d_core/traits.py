@@ -386,7 +386,7 @@ class DefersWeights(Protocol):
     """``model:split_backward``: the module can defer its weight gradients until after its input gradients."""
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """From now on, pass the deferral to the module's ops; ``None`` makes the backward compute all gradients again.
+        """From now on, pass the deferral to the module's ops; ``None`` restores the ordinary backward.
 
         Returns:
             Names of the module's own parameters whose gradients are deferred; all other gradients are computed at once.

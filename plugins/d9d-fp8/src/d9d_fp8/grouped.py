@@ -53,7 +53,7 @@ def build_grouped(_signature: OpSignature) -> Callable[..., Tensor]:
 
 
 def supports_emulated(signature: OpSignature) -> Decision:
-    """Accept calls on any device; priority 0, so a job must name the backend."""
+    """Accept floats on any device, if both feature sizes suit fp8; priority 0, so a job must name the backend."""
     if refusal := _misaligned(signature):
         return Decision(accept=False, reason=refusal)
     if signature.dtype not in _EMULATED:

@@ -125,7 +125,8 @@ class TransformersConfig(ModelConfig):
 def tiny() -> TransformersConfig:
     """Config of a Mixtral that runs in milliseconds on a CPU.
 
-    It also has size fields of other types: ``d9d verify`` reduces the model of a job to these sizes, whatever its type.
+    It also holds the size fields of other model types, because ``d9d verify`` reduces a model of any type to these
+    sizes.
     """
     about: dict[str, JsonValue] = {
         "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 64,

@@ -195,7 +195,7 @@ def base_of(model: Any) -> tuple[str, nn.Module]:
 
 
 def conversions(model: Any) -> list[Any]:
-    """Conversions of the tensors in files of a model, in order of application; see its ``conversion_mapping``."""
+    """Conversions from the tensors in a model's files to its parameters, in order, by transformers' own mapping."""
     mapping = importlib.import_module("transformers.conversion_mapping")
     found: list[Any] = mapping.get_model_conversion_mapping(model, add_legacy=False)
     return found

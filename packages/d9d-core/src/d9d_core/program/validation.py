@@ -70,7 +70,10 @@ def placement(programs: Sequence[Program]) -> list[tuple[int, ...]]:
 
 
 def _check_presence(index: ProgramIndex, training: bool) -> Iterator[str]:
-    """Check that each forward, backward and reduction appears exactly once in the programs."""
+    """Yield errors for missing forwards and, in training, for missing or doubled backwards and missing reductions.
+
+    Without training, backwards and reductions are errors. :class:`ProgramIndex` reports repeated actions.
+    """
     size = index.microbatches
     forward, backward, inputs, weights = (index.table(kind) for kind in (Forward, *_GRADIENTS))
     for stage in range(index.stages):

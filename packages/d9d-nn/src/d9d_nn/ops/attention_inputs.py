@@ -57,7 +57,7 @@ def project(x: Tensor, weight: Tensor, features: int) -> Tensor:
 
 
 def attention_inputs_slot(**facts: Any) -> WholeSlot:
-    """Slot of ``q_proj``, ``k_proj`` and ``v_proj``, the norms ``q_norm`` and ``k_norm``, and the rotation."""
+    """Op slot by which one kernel can replace ``q_proj``, ``k_proj``, ``v_proj``, their norms and the rotation."""
     parts = ("normed_rope", "rms_norm", "rope")
     return WholeSlot("attention_inputs", attention_inputs, arguments=_arguments, fits=_fits, parts=parts, **facts)
 

@@ -45,7 +45,7 @@ class ShardWriter:
         file.write(layout.header)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor; afterwards its memory may change.
+        """Write a tensor at once; after the return, the caller may overwrite its memory.
 
         Args:
             name: name of one of the file's tensors.

@@ -85,7 +85,7 @@ def _described(items: Items) -> str:
 
 
 def _facts_of(items: Items) -> dict[str, Any]:
-    """Facts of a dataset: number of samples of an epoch, the function, and the dataset's own ``facts`` if any."""
+    """Facts of a dataset: number of samples of an epoch, name of its function, and its own ``facts`` if any."""
     own = getattr(items.dataset, "facts", {})
     return {"samples": len(items), "dataset": items.config.build, **(own if isinstance(own, Mapping) else {})}
 
@@ -124,7 +124,7 @@ class DatasetStream(PackStream):
 
     @property
     def facts(self) -> State:
-        """Facts of the dataset: number of samples of an epoch, the function, and the dataset's own ``facts`` if any."""
+        """Facts of the dataset: number of samples of an epoch, name of its function, and its own ``facts`` if any."""
         return _facts_of(self._items)
 
     def save_assets(self, directory: Path) -> None:

@@ -1,4 +1,7 @@
-"""Functions of whole matrices that are sharded over ranks: each matrix is gathered on the one rank that computes it."""
+"""Functions of whole matrices that are sharded over ranks.
+
+A matrix sharded over one mesh dimension is gathered and computed on one rank; over several dimensions, on each rank.
+"""
 
 from __future__ import annotations
 
