@@ -143,10 +143,7 @@ def test_experts_without_conversions_become_banks(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("transform", "text"),
     [
-        (
-            made(["one"], ["down_proj"], Flip()),
-            "files into model.layers.0.mlp.down_proj.weight and others by Flip, which d9d",
-        ),
+        (made(["one"], ["down_proj"], Flip()), "makes model.layers.0.mlp.down_proj.weight of files by Flip, which d9d"),
         (made(["one.*"], ["down_proj"], MergeModulelist(1)), "of files by MergeModulelist, which d9d does not support"),
         (made(["a", "b"], ["down_proj"], Concatenate(0), MergeModulelist(0)), "by Concatenate, MergeModulelist, which"),
         (made(["a"], ["up_proj", "down_proj"], Flip(), Concatenate()), "by Flip, Concatenate, which d9d does not"),

@@ -164,10 +164,7 @@ def _add(
         if target is None:
             kinds = ", ".join(type(operation).__name__ for operation in transform.operations)
             if any(_plain(one) in name for one in transform.target_patterns):
-                raise CheckpointError(
-                    f"transformers converts tensors of the files into {name} and others by {kinds}, which d9d cannot "
-                    "read; use another model type"
-                )
+                raise CheckpointError(f"transformers makes {name} of files by {kinds}, which d9d does not support")
             continue
         before, matched, after = name.partition(_plain(target))
         if matched:

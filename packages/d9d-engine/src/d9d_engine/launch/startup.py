@@ -66,7 +66,7 @@ class StartUp:
 
     On the terminal of a single process a phase of more than a second is a live line; otherwise it is printed when it
     ends. The first step, or the first batch of inference, ends the start-up: a line with the phases of at least a
-    second is printed, and the seconds of all phases and the facts of the data are written to the run's directory.
+    second is printed, and the seconds of all phases are written to the run's directory.
 
     Args:
         say: prints a line.
