@@ -25,7 +25,7 @@ class RealSamples:
     Args:
         stream: stream that makes one pass.
         where: field of the job file with the dataset.
-        limit: count only samples whose first row has an index below this number; ``None`` counts all.
+        limit: count only samples that begin in the first ``limit`` rows of the dataset; ``None`` counts all.
 
     Raises:
         DataError: the stream does not make a single pass, or has no samples.

@@ -48,7 +48,7 @@ class Options:
     """Options of an evaluation.
 
     Attributes:
-        limit: count only samples whose first row has an index below this number; ``None`` counts all.
+        limit: count only samples that begin in the first ``limit`` rows of the dataset; ``None`` counts all.
         compared: whether to keep the losses of each sample, for a comparison of two models.
     """
 
@@ -65,7 +65,7 @@ def evaluate(
         subject: model and data.
         topology: rank, device, meshes and process groups of this process.
         note: prints a line.
-        limit: count only samples whose first row has an index below this number; ``None`` counts all.
+        limit: count only samples that begin in the first ``limit`` rows of the dataset; ``None`` counts all.
         other: model to compare with, on the same data.
 
     Raises:

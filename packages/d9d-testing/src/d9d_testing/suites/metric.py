@@ -35,7 +35,8 @@ class MetricSuite(ComponentSuite):
             target = "my_metric"
 
     By default it uses the observations of first-party tasks. For other observations, override ``observations``, which
-    must return equal tensors in every call; for a metric over tallies, also override ``stage``::
+    must return equal tensors in every call; for a metric over tallies, which are sums that modules of the model keep,
+    also override ``stage``::
 
             def observations(self, samples):
                 return {"scores": torch.arange(12.0)[samples]}
