@@ -190,7 +190,20 @@ def test_records_of_plugins_are_listed_checked_and_shown(capsys: pytest.CaptureF
     assert lines[1] == "  requires: model:blocks"
     rows = [line.split() for line in lines[2:]]
     assert rows[0] == ["field", "accepts", "default", "meaning"]
-    assert ["blocks", "whole", "number", "1", "Number", "of", "blocks;", "zero", "matches", "nothing."] in rows
+    assert [
+        "blocks",
+        "whole",
+        "number",
+        "1",
+        "Number",
+        "of",
+        "blocks",
+        "to",
+        "change;",
+        "zero",
+        "changes",
+        "none.",
+    ] in rows
     show_records(registry, "toy_strategy", as_json=True)
     (detail,) = json.loads(capsys.readouterr().out)
     config = detail.pop("config")

@@ -235,7 +235,7 @@ def test_a_missing_api_statement_is_reported(install: Install) -> None:
         ),
         (
             "@hookimpl\ndef d9d_strategies(): yield strategy('Not A Name')",
-            "failed in d9d_strategies: ValueError(\"StrategySpec name 'Not A Name': use lower case",
+            "failed in d9d_strategies: ValueError(\"StrategySpec name 'Not A Name': use lower-case",
         ),
         ("@hookimpl\ndef d9d_strategies(extra): yield strategy('a')", "has an invalid hook"),
         (
