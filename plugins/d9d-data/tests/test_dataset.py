@@ -149,6 +149,11 @@ class OverItems(DatasetSuite):
 class TestItems(OverItems):
     config: ClassVar = {"pad_multiple": 4}
 
+    @pytest.mark.thorough
+    def test_order_is_the_same_in_another_process(self, tmp_path: Path) -> None:
+        """It takes 3 s: the process imports torch."""
+        super().test_order_is_the_same_in_another_process(tmp_path)
+
 
 class TestItemsInBuckets(OverItems):
     config: ClassVar = {"bucket_window": 16}

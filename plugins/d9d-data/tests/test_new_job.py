@@ -100,6 +100,7 @@ def test_a_job_for_a_model_loads_and_uses_it(kind: str, place: Path, model: Path
     assert job.evaluation is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_next_tokens_are_predicted_by_tasks_that_train_no_further_ones(
     kind: str, place: Path, model: Path
