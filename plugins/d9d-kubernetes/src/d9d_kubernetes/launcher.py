@@ -93,7 +93,7 @@ class KubernetesLauncher:
         return Submission(files={file: manifest(self._config, request, name)}, command=command)
 
     def submit(self, submission: Submission) -> str:
-        """Create the objects; return ``KIND/NAMESPACE/NAME``; NAMESPACE is empty if it is that of kubectl's context.
+        """Create the objects; return ``KIND/NAMESPACE/NAME``; NAMESPACE is empty for kubectl's namespace.
 
         Raises:
             LaunchError: the cluster refused an object.

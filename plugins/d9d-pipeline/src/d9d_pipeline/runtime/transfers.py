@@ -94,7 +94,7 @@ class Transfers:
     def _send(self, tensors: Sequence[Tensor], to: int, state: StepState) -> None:
         place = self._runner.pipeline.hosts[to]
         group = self._up if place > self._place else self._down
-        # Free tensors whose sends are complete now: until the end of the step, those of all microbatches would add up.
+        # Free tensors whose sends are complete: tensors of all microbatches would add up until the end of the step.
         # (On CPUs they do add up, because gloo reports completion only in wait().)
         self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
         if self._await_sends not in state.ends:
