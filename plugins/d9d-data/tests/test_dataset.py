@@ -151,7 +151,7 @@ class TestItems(OverItems):
 
     @pytest.mark.thorough
     def test_order_is_the_same_in_another_process(self, tmp_path: Path) -> None:
-        """It takes 3 s: the process imports torch."""
+        """This takes 3 s, because the process imports torch."""
         super().test_order_is_the_same_in_another_process(tmp_path)
 
 

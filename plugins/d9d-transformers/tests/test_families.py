@@ -458,7 +458,7 @@ class TestModel(ModelSuite):
 
     @pytest.mark.thorough
     def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
-        """It takes 15 s: each of its processes imports transformers."""
+        """This takes 15 s, because each process imports transformers."""
         super().test_every_data_parallel_layout_computes_the_same(config)
 
 
