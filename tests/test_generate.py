@@ -300,10 +300,8 @@ def test_an_adapter_is_put_on_its_base(d9d: Run, model: Path, tmp_path: Path) ->
     config = run / "adapter" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "/nowhere"}))
     status, _, err = d9d("generate", str(run / "adapter"), *given)
-    assert (status, "is an adapter of '/nowhere', which this machine lacks; name its directory with --base" in err) == (
-        2,
-        True,
-    )
+    assert status == 2
+    assert "is an adapter of the model '/nowhere', which this machine lacks; name its directory with --base" in err
     assert d9d("generate", str(run / "adapter"), "--base", str(model), *given)[:2] == (0, merged)
     shutil.rmtree(run / "adapter")
     # A checkpoint is merged, and takes the template and the ends of texts from where its run started.
