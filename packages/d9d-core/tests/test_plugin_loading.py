@@ -367,14 +367,17 @@ def test_a_selectors_distribution_is_read_like_packaging_tools_read_it(install: 
 def test_a_distribution_that_nobody_knows_is_not_advertised(install: Install) -> None:
     install("acme-moe", "9.9", ONE)
     assert message("evil-pkg/expert_parallel") == (
-        "no plugin 'evil-pkg' is installed; 'expert_parallel' is offered by acme-moe 9.9"
+        "strategy 'evil-pkg/expert_parallel': no plugin 'evil-pkg' is installed; "
+        "'expert_parallel' is offered by acme-moe 9.9"
     )
     assert message("evil-pkg/zbv", "schedule") == (
-        "no plugin 'evil-pkg' is installed; 'zbv' comes from d9d-conduit; install it with: pip install d9d-conduit"
+        "schedule 'evil-pkg/zbv': no plugin 'evil-pkg' is installed; 'zbv' comes from d9d-conduit; "
+        "install it with: pip install d9d-conduit"
     )
     ours = [name for name in sorted(FOUNDATION - {"d9d-core"}) if find_spec(name.replace("-", "_"))]
     listed = ", ".join(["acme-moe", *ours])
-    assert message("evil-pkg/nothing") == f"no plugin 'evil-pkg' is installed; installed: {listed}"
+    absent = "strategy 'evil-pkg/nothing': no plugin 'evil-pkg' is installed"
+    assert message("evil-pkg/nothing") == f"{absent}; installed: {listed}"
     assert message("D9D_mixture/expert_parallel") == (
         "strategy 'expert_parallel' comes from d9d-mixture; install it with: pip install d9d-mixture"
     )

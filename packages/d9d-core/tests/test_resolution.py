@@ -192,7 +192,7 @@ def test_a_composite_component_gets_a_builder_of_its_inner_ones() -> None:
     assert (config, first) == ("config", 1)
     assert callable(build)
     other: Any = SimpleNamespace(selector="other")
-    with pytest.raises(BuildError, match="^place: 'x' builds 'other', which is not in its config; its build must"):
+    with pytest.raises(BuildError, match="^place: the build of 'x' passed a config of 'other' that is not nested"):
         build(other)
     assert made("makes", 1) == ("config", (1,))
 

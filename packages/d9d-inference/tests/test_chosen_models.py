@@ -471,5 +471,5 @@ def test_datasets_are_files_or_the_jobs_evaluation_or_its_training_data(
         "every": 1, "packs": "all", "sets": datasets, "metrics": ["n", "o"] if section is None else ["m", "n", "o"],
     }  # fmt: skip
     assert [given[0][name] for name in ("metrics", "trackers", "subscribers", "export")] == [[], [], [], False]
-    with pytest.raises(JobError, match="two files have the same name"):
+    with pytest.raises(JobError, match="two files are named '.*' without their suffixes"):
         subject._evaluated(values, job, [Path("a/x.txt"), Path("b/x.txt")])

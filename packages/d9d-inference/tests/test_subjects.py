@@ -256,7 +256,13 @@ def test_a_pretrained_model_is_evaluated_with_the_data_and_layout_of_a_job(
     assert evaluated[-1][0] == expected | {"model": {"pretrained": str(tmp_path)}}
 
 
-def test_files_of_samples_need_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_samples_need_different_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(subject, "dataset_of", lambda path, _like: str(path))
-    with pytest.raises(JobError, match="--data: two files have the same name, which must be unique; rename one"):
-        subject._evaluated({"data": "d"}, cast("Any", SimpleNamespace(evaluation=None)), [Path("a/x"), Path("b/x.y")])
+    (tmp_path / "config.json").write_text("{}")
+    files = [Path("a/x"), Path("b/x.y")]
+    for find in (
+        lambda: subject._evaluated({"data": "d"}, cast("Any", SimpleNamespace(evaluation=None)), files),
+        lambda: find_subject(str(tmp_path), Request(files=files), NO_REGISTRY),
+    ):
+        with pytest.raises(JobError, match="--data: two files are named 'x' without their suffixes; rename one"):
+            find()

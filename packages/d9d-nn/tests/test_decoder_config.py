@@ -121,7 +121,7 @@ def test_a_language_model_head_with_bidirectional_attention_is_refused() -> None
         ({"sliding_from_layer": 1}, "sliding_from_layer: Value error, 1 has no effect without sliding_window"),
         (
             {"sliding_window": 4, "sliding_from_layer": 3},
-            "sliding_from_layer: Value error, 3 makes none of 3 layers slide",
+            "sliding_from_layer: Value error, 3 is not below num_layers = 3, so no layer has a sliding window",
         ),
         ({"heads": {}, "tie_embeddings": True}, "heads: "),
         ({"num_layers": 1025}, "num_layers: Input should be less than or equal to 1024"),

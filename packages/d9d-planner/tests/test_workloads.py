@@ -130,12 +130,17 @@ def test_widths_are_those_of_parameters_gradients_and_computation(
 def test_an_entry_for_a_part_of_a_model_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(monkeypatch)
     case.specs |= {"optimizer": Spec(lambda *_: OptimizerCost()), "fsdp": Spec(lambda _config: StrategyCost())}
+    case.specs |= {"expert_parallel": Spec(None)}  # a strategy without a cost needs the note, too
     made = case.make()
-    made.strategy(replace(layout(), parallel=(PartConfig(name="fsdp"),)))
+    made.strategy(replace(layout(), parallel=(PartConfig(name="fsdp"), PartConfig(name="expert_parallel"))))
     assert made.notes == []
+    names = "fsdp", "expert_parallel"
     for size in (2, 4):
-        made.strategy(replace(layout(dp_shard=size), parallel=(PartConfig(name="fsdp", match=("layers.*",)),)))
-    assert made.notes == ["strategy fsdp with 'match' is counted as if it acted on the whole model"]
+        parts = tuple(PartConfig(name=name, match=("layers.*",)) for name in names)
+        made.strategy(replace(layout(dp_shard=size), parallel=parts))
+    assert made.notes == [
+        f"strategy {name} with 'match' is counted as if it acted on the whole model" for name in names
+    ]
 
 
 def test_an_optimizer_without_a_cost_description_counts_as_one_with_two_moments(

@@ -92,7 +92,7 @@ def test_chunks_hold_so_many_tokens_and_documents(monkeypatch: pytest.MonkeyPatc
     ("train", "held", "share", "skipped", "says"),
     [
         (1, 0, 0.0, 3, None), (3, 1, 0.25, 0, None),
-        (0, 0, 0.0, 1200, "all 1,200 records of its 2 files are malformed; the first: it is bad$"),
+        (0, 0, 0.0, 1200, "no record of its 2 files can be used; 1,200 are malformed, the first of them: it is bad$"),
         (0, 0, 0.5, 0, "the corpus is empty: none of its 2 files holds text; name other sources$"),
         (3, 0, 0.25, 0, "^data.held_out: 0.25 of 3 documents is less than one, so the held_out split is empty"),
     ],

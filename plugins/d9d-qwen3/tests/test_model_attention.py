@@ -170,7 +170,7 @@ def test_every_layer_slides_by_default_and_none_without_a_window() -> None:
     [
         ({"sliding_window": 0}, "sliding_window", "greater than 0"),
         ({"sliding_from_layer": 1}, "sliding_from_layer", "1 has no effect without sliding_window"),
-        ({"sliding_window": 4, "sliding_from_layer": 3}, "sliding_from_layer", "3 makes none of 3 layers slide"),
+        ({"sliding_window": 4, "sliding_from_layer": 3}, "sliding_from_layer", "3 is not below num_layers = 3"),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_scaling", "'longrope'"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling", "missing"),
         ({"rope_scaling": {"type": "linear", "factr": 2, "factor": 2}}, "rope_scaling", "did you mean 'factor'?"),

@@ -72,7 +72,7 @@ Documents: TypeAlias = "Tensor | DocumentBlocks | None"
 
 
 def documents_and_blocks(given: Documents) -> tuple[Tensor | None, Tensor | None]:
-    """Separate documents, int64 [B, S] or ``None``, from blocks, int64 [B, S] or ``None``."""
+    """Indices of documents and indices of blocks in ``given``, int64 [B, S] each; ``None`` for the absent ones."""
     return (given.documents, given.blocks) if isinstance(given, DocumentBlocks) else (given, None)
 
 

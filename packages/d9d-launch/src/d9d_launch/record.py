@@ -17,6 +17,10 @@ from pydantic import ValidationError
 
 #: Subdirectory of a run's directory for the submission; its files: the record, and the copy of the job file.
 FOLDER, RECORD, JOB = "launch", "submission.json", "job.yaml"
+_REMEDY = (
+    "find the state of the submission with the commands of the cluster, such as squeue or kubectl; then remove this "
+    "file, to submit again"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +65,9 @@ class SubmissionRecord:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
-            raise LaunchError(
-                f"{folder / RECORD}: cannot be read: {error}; ask the engine itself, or remove it"
-            ) from error
+            raise LaunchError(f"{folder / RECORD}: cannot be read: {error}; {_REMEDY}") from error
         if not all(isinstance(text, str) for text in (record.engine, record.identifier, record.job, record.digest)):
-            raise LaunchError(f"{folder / RECORD}: fields have wrong types; ask the engine itself, or remove the file")
+            raise LaunchError(f"{folder / RECORD}: fields have wrong types; {_REMEDY}")
         return record
 
     def job_change(self) -> str | None:

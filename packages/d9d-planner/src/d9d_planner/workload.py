@@ -159,12 +159,12 @@ class Workload:
 
     def _effect(self, config: PluginConfig) -> StrategyCost:
         spec = self.registry.find("strategy", config.selector).spec
-        if not isinstance(spec, StrategySpec) or spec.cost is None:
-            return StrategyCost()
         if isinstance(config, PartConfig) and config.match:
             note = f"strategy {config.selector} with 'match' is counted as if it acted on the whole model"
             if note not in self.notes:  # this function runs for each layout, and one note is enough
                 self.notes.append(note)
+        if not isinstance(spec, StrategySpec) or spec.cost is None:
+            return StrategyCost()
         effect: StrategyCost = spec.cost.load()(config)
         return effect
 

@@ -325,7 +325,9 @@ def _known_format(value: Any, names: tuple[str, ...], example: str) -> Any:
         hint = f"did you mean '{near}'?" if near else f"use one of {', '.join(names)}, or name fields: {example}"
         raise ValueError(f"unknown format {value[:80]!r}; {hint}")
     if not isinstance(value, str | Mapping | MessageFormat | None):
-        raise ValueError(f"use one of {', '.join(names)}, or name fields: {example}")  # noqa: TRY004
+        raise ValueError(  # noqa: TRY004
+            f"a format is a name or a mapping of fields; use one of {', '.join(names)}, or name fields: {example}"
+        )
     return value
 
 

@@ -81,11 +81,18 @@ class Balance(BalancedRouter):
         self.reset_buffers()
 
     def see_sequence(self, share: SequenceShare) -> None:
-        """Expect only this rank's positions under ``tp``; every rank computes losses and tallies of all positions."""
+        """Prepare for inputs that hold only this rank's share of the positions under ``tp``.
+
+        :meth:`forward` then all-gathers the logits and the chosen experts, so that each rank computes the losses and
+        the tallies of all positions.
+        """
         self._share = share
 
     def see_context(self, share: ContextShare) -> None:
-        """Expect only this rank's positions under ``cp``; losses cover all positions, tallies only this rank's."""
+        """Prepare for inputs that hold only this rank's share of the positions under ``cp``.
+
+        Losses then cover the positions of all ranks, but tallies only the positions of this rank.
+        """
         self._context = share
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:

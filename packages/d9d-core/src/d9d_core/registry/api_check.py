@@ -154,7 +154,10 @@ def _allowed(origin: Origin) -> dict[str, tuple[str, SpecifierSet]]:
 
 
 def _older_allowed(distribution: str, since: str, allowed: Mapping[str, tuple[str, SpecifierSet]], api: Api) -> bool:
-    """Whether a requirement allows any release before ``since`` that the tables of APIs and names list."""
+    """Whether the requirement of a distribution allows a release older than ``since``.
+
+    Only releases in the tables of plugin APIs and of names are considered.
+    """
     if distribution not in allowed:
         return False
     known = {*hooks.API_RELEASES.values(), *(release for names in api.names.values() for release in names.values())}

@@ -60,7 +60,7 @@ class KnownPlugins:
         return self.homes.get(kind, {}).get(name)
 
     def names(self, kind: str) -> Mapping[str, str]:
-        """Mapping from the names of one kind to the distributions that offer them."""
+        """Mapping from the names of a kind that first-party packages offer to the distribution of each name."""
         return self.homes.get(kind, {})
 
     def third_party(self, kind: str, name: str) -> list[ThirdParty]:

@@ -188,7 +188,10 @@ class Registry:
             raise PluginError(f"unknown {kind} '{name}': {others}")
         if absent:
             as_file = f"{_AS_FILES[kind]}; " if kind in _AS_FILES else ""
-            raise PluginError(f"no plugin '{distribution}' is installed; {as_file}{self._offers(kind, name)}")
+            raise PluginError(
+                f"{kind} '{distribution}/{name}': no plugin '{distribution}' is installed; "
+                f"{as_file}{self._offers(kind, name)}"
+            )
         raise PluginError(self._unknown(kind, name, home, broken))
 
     def _by_third_parties(self, kind: str, name: str, distribution: str) -> str:

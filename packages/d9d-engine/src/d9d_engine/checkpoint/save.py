@@ -42,7 +42,7 @@ class ShardPlanner(SavePlanner):
     """Save planner that writes exactly the given shards.
 
     Args:
-        ready: returns this rank's shards with their final values; called once, in the writing thread.
+        ready: returns this rank's shards with their final values; called once, in the thread that writes them.
     """
 
     def __init__(self, ready: Callable[[], Mapping[str, LocalShards]]) -> None:

@@ -43,6 +43,9 @@ def start_model(
         assembly: assembled model, on the meta device.
         accumulate: dtype in which gradients of tied parameters are added; by default, the parameter's dtype.
 
+    Returns:
+        Files and fields of the pretrained model that an export keeps, and the tied parameters of this rank.
+
     Raises:
         CheckpointError: pretrained weights or an adapter cannot be read or do not fit, on any rank.
     """

@@ -126,7 +126,7 @@ class Statistics:
         }
 
     def take_own(self, states: Mapping[str, Tensor]) -> None:
-        """Replace this rank's own states by the same rank's states of another replica, as :meth:`own` gives them."""
+        """Load states from another replica: the result of :meth:`own` on its corresponding rank."""
         for name, metric in self._metrics.items():
             own = {key: states[f"{name}/{key}"].to(t.device) for key, t in metric.state().items()}
             metric.load_state(own)

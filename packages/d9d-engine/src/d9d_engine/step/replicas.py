@@ -75,11 +75,14 @@ class Replicas:
         return {name: ReplicaSlice(tensor, self.index, self.count) for name, tensor in tensors.items()}
 
     def parameters(self) -> dict[str, Tensor]:
-        """Parameters that differ now; empty if the replicas are equal."""
+        """Trained parameters of this rank if the replicas differ, not copies; otherwise empty."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()} if self.differ else {}
 
     def means(self) -> dict[str, Tensor]:
-        """Means over the replicas of the parameters that differ, as new tensors. Collective over the replicas."""
+        """Mean of each trained parameter over the replicas, as new tensors; empty if the replicas are equal.
+
+        Collective over the replicas.
+        """
         means = {name: parameter.clone() for name, parameter in self.parameters().items()}
         for mean in means.values():
             self._average(local(mean))

@@ -223,9 +223,10 @@ class TrackerHub:
         return answer
 
     def state(self) -> dict[str, State]:
-        """States of the trackers by name; of a failed or late tracker, its last known state.
+        """States of the trackers by name; for a tracker that failed or did not answer in time, its last known state.
 
-        For late trackers, also their pending entries, as far as JSON can represent them.
+        The key :data:`BEHIND` holds the backlogs: for each running tracker, its entries since its last flush, if there
+        are any and JSON can represent them.
         """
         self._ask(lambda thread: self._keeps(thread.name))()
         behind = self._backlogs()

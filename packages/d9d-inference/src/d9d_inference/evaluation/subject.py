@@ -200,7 +200,7 @@ def _of_model(target: str, request: Request, registry: Registry) -> Subject:
     inside = fields.get("text_config")  # the language model's section, if the model also reads images
     most = {**(inside if isinstance(inside, dict) else {}), **fields}.get("max_position_embeddings")
     length = min(most, _LENGTH) if isinstance(most, int) and most > 0 else _LENGTH
-    datasets = {path.stem: dataset_of(path, {"sequence_length": length // 8 * 8 or length}) for path in request.files}
+    datasets = _datasets(request.files, {"sequence_length": length // 8 * 8 or length})
     values = {
         "model": {"pretrained": target},
         "task": "causal_lm",
@@ -216,13 +216,21 @@ def _of_model(target: str, request: Request, registry: Registry) -> Subject:
     return Subject(target, Job.from_values(values, registry=registry, world_size=request.world_size), run=False)
 
 
+def _datasets(files: Sequence[Path], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Datasets of files, by the names of the files without suffix."""
+    datasets: dict[str, Any] = {}
+    for path in files:
+        if path.stem in datasets:
+            raise JobError(f"--data: two files are named '{path.stem}' without their suffixes; rename one")
+        datasets[path.stem] = dataset_of(path, like)
+    return datasets
+
+
 def _evaluated(values: Mapping[str, Any], job: Job, files: Sequence[Path]) -> Job:
     """Job with the datasets to evaluate in ``evaluation.sets``, without trackers, subscribers and export."""
     section = job.evaluation
     if files:
-        datasets = {path.stem: dataset_of(path, values["data"]) for path in files}
-        if len(datasets) < len(files):
-            raise JobError("--data: two files have the same name, which must be unique; rename one")
+        datasets = _datasets(files, values["data"])
     elif section is None:
         datasets = {"data": values["data"]}
     else:

@@ -277,7 +277,10 @@ class DenseConfig(DecoderConfig):
         if given and info.data["sliding_window"] is None and value:
             raise ValueError(f"{value} has no effect without sliding_window; set sliding_window, or remove this field")
         if layers is not None and value >= layers:
-            raise ValueError(f"{value} makes none of {layers} layers slide; remove sliding_window and this field")
+            raise ValueError(
+                f"{value} is not below num_layers = {layers}, so no layer has a sliding window; lower it, or remove "
+                "sliding_window and this field"
+            )
         return value
 
     def window(self, layer: int) -> int | None:

@@ -143,7 +143,10 @@ def _cast_together(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class _CastTogether(torch.autograd.Function):
-    """Cast of several weights into one tensor. Plain autograd would concatenate the gradients and split them again."""
+    """Cast of several weights; the results are adjacent in memory, but each has a gradient of its own.
+
+    The backward of ``cat`` and ``split`` would copy the gradients into one tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:

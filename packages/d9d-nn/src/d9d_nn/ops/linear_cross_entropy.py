@@ -44,8 +44,8 @@ def linear_cross_entropy(
         hidden: [..., H].
         weight: [V, H].
         targets: int64 [...]; :data:`IGNORE` where nothing is predicted.
-        rows: C; ``None`` chooses by device and V.
-        keep: whether to keep the logits; ``None`` decides by their number.
+        rows: C, number of tokens per chunk; ``None`` computes it from the device type and V.
+        keep: whether to keep the logits for the backward; ``None`` keeps them if they are few.
         softcap: each logit x becomes ``softcap * tanh(x / softcap)`` (Gemma team 2024, "Gemma 2", section 2); ``None``
             leaves logits as they are.
 
@@ -83,8 +83,8 @@ def linear_cross_entropy_with_ranks(
         hidden: [..., H].
         weight: [V, H].
         targets: int64 [...]; :data:`IGNORE` where nothing is predicted.
-        rows: C; ``None`` chooses by device and V.
-        keep: whether to keep the logits; ``None`` decides by their number.
+        rows: C, number of tokens per chunk; ``None`` computes it from the device type and V.
+        keep: whether to keep the logits for the backward; ``None`` keeps them if they are few.
         softcap: each logit x becomes ``softcap * tanh(x / softcap)``; ``None`` for no cap.
 
     Returns:

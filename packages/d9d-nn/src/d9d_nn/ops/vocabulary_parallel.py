@@ -69,8 +69,8 @@ class VocabularyParallelCrossEntropy:
             hidden: [..., H].
             weight: [V, H], the rank's shard; V may be zero.
             targets: int64 [...], ids in the whole vocabulary; ``IGNORE`` where nothing is predicted.
-            rows: C; ``None`` chooses by device and V.
-            keep: whether to keep the logits; ``None`` decides by their number.
+            rows: C, number of tokens per chunk; ``None`` computes it from the device type and V.
+            keep: whether to keep the logits for the backward; ``None`` keeps them if they are few.
 
         Returns:
             float32 (float64 for float64 inputs) [...], the same on all ranks. The gradient of ``hidden`` is this rank's

@@ -15,13 +15,13 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 LONG = "a" * 20_000_000
 
 
-def parquet(table: Any, **options: Any) -> Callable[[Path], None]:
-    """Return a function that writes ``table`` to a Parquet file."""
+def parquet(table: Callable[[], Any], **options: Any) -> Callable[[Path], None]:
+    """Return a function that writes the columns returned by ``table()`` to a Parquet file."""
     return lambda path: pq.write_table(pa.table(table()), path, compression="zstd", **options)
 
 
-def arrow(table: Any, compression: str = "zstd", stream: bool = False) -> Callable[[Path], None]:
-    """Return a function that writes ``table`` to an Arrow file or stream."""
+def arrow(table: Callable[[], Any], compression: str = "zstd", stream: bool = False) -> Callable[[Path], None]:
+    """Return a function that writes the columns returned by ``table()`` to an Arrow file or stream."""
 
     def write(path: Path) -> None:
         made = pa.table(table())

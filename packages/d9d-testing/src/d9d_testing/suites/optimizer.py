@@ -86,7 +86,7 @@ class OptimizerSuite(ComponentSuite):
             )
 
     def test_an_open_gate_updates_every_parameter(self) -> None:
-        """Every parameter with a gradient is updated in place, in its own dtype."""
+        """If the gate is true, a step updates every parameter that has a gradient, in place and in its own dtype."""
         for dtype in self.dtypes:
             parameters, optimizer = self.made(dtype)
             places = {name: parameter.data_ptr() for name, parameter in parameters.items()}

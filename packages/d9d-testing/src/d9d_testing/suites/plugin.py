@@ -64,7 +64,7 @@ class PluginSuite:
         assert self._entries(), f"{self.plugin} declares no records; are its hooks decorated with @hookimpl?"
 
     def test_summaries_are_one_line(self) -> None:
-        """Each record's summary fits into a line of a table; records check their names themselves."""
+        """The summary of each record is one line of at most 100 characters, so that it fits into a table."""
         _none(
             f"{entry}: the summary must be one line of at most {_SUMMARY_LENGTH} characters"
             for entry in self._entries()

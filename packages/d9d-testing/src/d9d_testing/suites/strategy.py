@@ -1,4 +1,4 @@
-"""Conformance suite of strategies, which change how a model runs but not its results."""
+"""Conformance suite of parallel strategies: loss, gradients and updates must equal the ones of one process."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
 
 
 def _sweep(root: Path) -> None:
-    """Remove the temporary directories that killed processes left behind."""
+    """Remove temporary directories that have not changed for a day, since their processes were killed."""
     abandoned = list(root.glob("*.tmp-*"))
     if not abandoned:
         return

@@ -80,11 +80,11 @@ class Records:
     Attributes:
         sources: values of ``data.sources``.
         count: number of records, or -1 if there are more than could be counted quickly.
-        fields: field of the dataset's config -> value: a field's name in the records, or the name of their format.
+        fields: values for fields of the dataset's config: names of fields of the records, and for ``format`` a format.
         longest: number of tokens of the longest record among the first records; ``None`` without a tokenizer.
         classes: number of classes: of different names, or the largest class number plus 1.
         unused: fields of the first records that the dataset does not read.
-        few: whether the fraction :data:`HELD_OUT` of the records (or text files) is less than one of them.
+        few: whether the fraction :data:`HELD_OUT` is less than one record (for text files: less than one file).
     """
 
     sources: tuple[str, ...]

@@ -201,9 +201,9 @@ def _block_size(layout: Layout, window: int | None) -> int:
         above = next(filter(fits, range(layout.batch_size + unit, 2 * _BLOCK**2 * unit + layout.batch_size, unit)))
         options = " or ".join(str(option) for option in (below, above) if option)
         raise DataError(
-            f"batch.size: one pass over the data sorts samples in blocks of {block}, but with a batch of "
-            f"{layout.batch_size} each of {ranks} ranks gets {layout.share} samples, not a multiple of {block}; use a "
-            f"batch of {options}, or set bucket_window of this data to {size}, which disables sorting"
+            f"batch.size: one pass over the data sorts blocks of {block} samples by length, so the samples of a rank "
+            f"must be a multiple of {block}; a batch of {layout.batch_size} over {ranks} ranks gives {layout.share} to "
+            f"each; use a batch of {options}, or set bucket_window of this data to {size}, which disables sorting"
         )
     return block
 

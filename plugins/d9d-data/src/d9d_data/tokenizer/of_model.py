@@ -38,8 +38,8 @@ def with_tokenizer(config: C, pretrained: str | None) -> C:
         raise DataError(f"data.tokenizer: there is no {TOKENIZER_FILE} next to the weights of {pretrained}; {_NEEDED}")
     if isinstance(config, ModelTextConfig):
         raise DataError(
-            f"data.tokenizer: the dataset {config.selector} needs a tokenizer and its chat template, and "
-            "model.pretrained names no model with both; name their directory here"
+            f"data.tokenizer: the dataset {config.selector} needs a tokenizer and its chat template, but neither "
+            "data.tokenizer nor model.pretrained is set; name the directory of the tokenizer here"
         )
     if isinstance(config, TokensConfig):
         raise DataError(

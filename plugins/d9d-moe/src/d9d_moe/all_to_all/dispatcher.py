@@ -26,9 +26,9 @@ from d9d_moe.dispatch.permutation import PermutingDispatcher
 class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
     """All-to-all dispatcher over gloo or NCCL; rank r of W has experts ``r * E / W`` to ``(r + 1) * E / W - 1``.
 
-    A token is sent once to each rank that has some of its experts, with the indices and weights of these experts. The
-    receiving rank copies the token to its experts and sums their weighted outputs; the partial sums are sent back, and
-    the token's own rank adds them. Gradients are sent in the opposite directions. Sums have a fixed order, so the same
+    A token is sent once to each rank that has some of its experts, with the indices and weights of all its experts. The
+    receiving rank copies the token to its own experts and sums their weighted outputs; the partial sums are sent back,
+    and the token's own rank adds them. Gradients are sent in the opposite directions. Sums have a fixed order, so the same
     input gives the same bits.
 
     Dispatch takes three collectives (counts; tokens; labels, which are experts and weights), combine takes one, and the

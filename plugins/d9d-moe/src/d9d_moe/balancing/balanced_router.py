@@ -112,9 +112,10 @@ class BalancedRouter(nn.Module):
             bias.copy_(torch.where(finite, self._update.moved(bias, tallies["expert_tokens"]), bias))
 
     def everywhere(self, choice: Choice, context: ContextShare | None, scores: Callable[[Tensor], Tensor]) -> Choice:
-        """Gather the router's choice for all positions of the samples, which ``cp`` splits over ranks, for the losses.
+        """Gather the router's choice over the ranks of ``cp``, so that the losses see all positions of each sample.
 
-        Without losses or ``cp``, returns the choice unchanged. Else collective over ``cp``, also in the backward.
+        Returns the choice unchanged if there are no losses or no ``cp``. Otherwise collective over ``cp``, also in the
+        backward.
         """
         if context is None or not self.loss_terms():
             return choice

@@ -65,7 +65,7 @@ class TorchOptimizer(NamedOptimizer):
         ]
 
     def init_state(self) -> None:
-        """Give each parameter the initial state of the class."""
+        """Set the state of each parameter to the initial state that the torch optimizer creates."""
         self._state = self._initial
         self._initial = {}
         for optimizer in self._inner:

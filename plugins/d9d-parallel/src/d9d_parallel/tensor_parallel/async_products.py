@@ -198,7 +198,10 @@ class _KeepRow(torch.autograd.Function):
 
 
 class _SumRow(torch.autograd.Function):
-    """Second half of :class:`_Row`: product and sum over ranks, and the gradient of the rows."""
+    """Second half of :class:`_Row`: the product and its reduce-scatter; the backward returns the gradient of ``rows``.
+
+    The backward also gives the gathered gradient to the first half, which computes the weight gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, weight: Tensor, products: AsyncProducts, first: Any) -> Tensor:

@@ -146,10 +146,13 @@ class Ia3:
         config_json: Mapping[str, Any],
         names: Collection[str],
     ) -> None:
-        """Check the config of an adapter to start from; its targets are checked by the names of its tensors.
+        """Check the config of an adapter to start from, and compare it with the names of the adapter's tensors.
+
+        The caller compares these names with the modules that the job selects.
 
         Raises:
-            CheckpointError: the adapter is of another method, or has features that this method does not support.
+            CheckpointError: the adapter is of another method, has features that this method does not support, or has
+                tensors for a module that its config excludes.
         """
         if config_json.get("peft_type") != "IA3":
             raise CheckpointError(

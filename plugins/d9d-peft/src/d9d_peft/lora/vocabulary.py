@@ -110,7 +110,10 @@ class AdaptedHead(Adapted):
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, tied_weight: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Compute the head's outputs with the update; ``tied_weight`` is never given."""
+        """Compute the head's outputs with the low-rank update, or without it if ``lora_off`` is true.
+
+        ``tied_weight`` is always ``None``, since only heads with a weight of their own are adapted.
+        """
         if self.lora_off:
             out: dict[str, Tensor] = super().forward(hidden, targets, tied_weight)  # type: ignore[misc]
             return out

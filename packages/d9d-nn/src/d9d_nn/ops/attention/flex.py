@@ -108,7 +108,8 @@ class Flex:
     Args:
         window: number of positions that a query sees, including its own; ``None`` for all.
         compiled: whether to compile attention; otherwise all scores are in memory at once, and nothing is skipped.
-        plain: function for calls in which nothing would be skipped, with mask ``None``; by default FlexAttention.
+        plain: function for calls in which a block mask would skip nothing, called with the mask ``None``; if absent,
+            FlexAttention computes these calls, too.
         of_one: whether to ignore documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
         softcap: soft cap of the scores; ``None`` for no cap.
         mask: kind of the mask.
