@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Triton reads it when it is imported. Without a GPU, its kernels run in Python, here and in the processes of worlds.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
@@ -37,6 +38,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.numprocesses, option.dist = "auto", "loadfile"
         # In worlds of many processes, threads that spin while they wait make each other four times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_configure() -> None:
+    """Let examples of hypothesis take any time: on a busy machine, its deadline would fail correct tests."""
+    settings.register_profile("any time", settings.default, deadline=None)
+    settings.load_profile("any time")
 
 
 def pytest_runtest_setup() -> None:

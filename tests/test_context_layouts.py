@@ -99,7 +99,7 @@ def test_another_token_changes_its_own_document_only(
     values |= {"mesh": dict(one.mesh), "parallel": list(one.parallel)}
     values["data"] = values["data"] | {"sequence_length": LENGTH}
 
-    @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
     @given(
         packed=st.lists(st.lists(packings, min_size=SAMPLES, max_size=SAMPLES), min_size=4, max_size=8),
         place=st.integers(0, LENGTH - 1),

@@ -202,7 +202,7 @@ def test_problems_are_named_at_their_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     mesh=st.fixed_dictionaries(
         {}, optional={axis: st.integers(1, 4) for axis in ("pp", "dp_shard", "dp_replicate", "cp", "tp", "ep")}

@@ -78,7 +78,7 @@ def test_a_mistake_in_an_inner_config_is_found_at_its_place() -> None:
 
 
 def test_only_what_the_config_names_can_be_built() -> None:
-    with pytest.raises(BuildError, match="passed a config of 'toy_data' that is not nested in the component's own config"):
+    with pytest.raises(BuildError, match="passed a config of 'toy_data' that is not nested in the component's own"):
         job().open_data(CONTEXT)
 
 

@@ -7,12 +7,11 @@ import pytest
 from d9d_core.program.index import ProgramIndex
 from d9d_core.program.validation import validate
 from d9d_core.schedule import Action, Backward, Forward, Overlap, Reduce, single_stage
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
 @given(st.integers(min_value=1, max_value=40))
-@settings(deadline=None)  # the first example may meet a busy machine
 def test_the_single_stage_program_is_valid_for_every_number_of_microbatches(microbatches: int) -> None:
     programs = single_stage(1, microbatches)
     assert validate(programs, 1, microbatches) == []

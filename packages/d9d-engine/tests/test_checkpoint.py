@@ -117,7 +117,7 @@ def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_flipped_bit_or_cut_in_any_file_is_noticed(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

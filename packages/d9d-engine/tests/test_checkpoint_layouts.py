@@ -88,7 +88,6 @@ def load(directory: str, cases: list[dict[str, Any]]) -> dict[str, int]:
 @pytest.mark.full
 @settings(
     max_examples=6,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],  # a world for every step of shrinking would take minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -75,7 +75,7 @@ def test_follows_the_definition(backend: str, window: int | None) -> None:
         assert_close_values(out, one_token_at_a_time(query, key, value, torch.zeros_like(documents), window))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     samples=st.integers(1, 3),
     length=st.integers(1, 17),

@@ -92,7 +92,7 @@ def with_gradients(out: Tensor, module: nn.Module, hidden: Tensor) -> list[Tenso
 
 
 @of_each_kind
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     ranks=st.integers(1, 4),
     chunk=st.integers(1, 9),

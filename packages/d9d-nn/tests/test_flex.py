@@ -58,7 +58,7 @@ def test_scores_of_a_partly_visible_block_are_masked_as_in_the_reference(
     assert torch.equal(seen.expand(2, -1, -1), visible(6, documents, CPU, window).expand(2, -1, -1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=lengths, window=windows, count=st.none() | st.integers(1, 40), seed=st.integers(0, 99))
 def test_blocks_of_packed_documents_are_those_with_visible_scores(
     length: int, window: int | None, count: int | None, seed: int
@@ -70,7 +70,7 @@ def test_blocks_of_packed_documents_are_those_with_visible_scores(
     assert torch.equal(partly, some & ~whole)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(length=lengths, window=windows, numbers=st.integers(1, 9), seed=st.integers(0, 99))
 def test_no_visible_score_is_skipped_whatever_the_numbers_of_documents(
     length: int, window: int | None, numbers: int, seed: int

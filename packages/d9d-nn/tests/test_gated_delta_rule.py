@@ -40,7 +40,7 @@ def results(rule: Rule, given_inputs: list[Tensor], documents: Tensor | None) ->
     return [out, *torch.autograd.grad((out * weights).sum(), given_inputs)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     length=st.integers(1, 40),
     chunk=st.integers(1, 17),
@@ -65,7 +65,7 @@ def test_chunks_are_chosen_where_triangular_systems_are_solved() -> None:
         assert (decision.priority > 0) == accepted
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     length=st.integers(2, 40),
     cut=st.integers(1, 39),

@@ -74,7 +74,7 @@ def test_each_row_meets_its_expert(function: Callable[..., Tensor], dtype: torch
 
 
 @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=6), spare=st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_backends_agree_however_rows_are_spread(counts: list[int], spare: int) -> None:
     expected = outcome(dense, counts, torch.float32, spare)
     for function in FUNCTIONS.values():

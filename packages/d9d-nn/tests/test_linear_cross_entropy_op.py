@@ -60,7 +60,7 @@ def test_gradients_are_the_derivatives(rows: int, keep: bool) -> None:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(tokens=st.integers(1, 30), rows=st.integers(1, 40), keep=st.booleans())
 def test_chunks_do_not_change_the_result(tokens: int, rows: int, keep: bool) -> None:
     hidden, weight, targets = example(tokens=tokens)

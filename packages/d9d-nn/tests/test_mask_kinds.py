@@ -88,7 +88,7 @@ def numbers(most: int, least: int = 0) -> st.SearchStrategy[list[list[int]]]:
     blocks=numbers(2, -1),
     queries=st.lists(st.integers(0, LENGTH - 1), min_size=1, unique=True).map(sorted),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_masks_follow_their_definition(
     kind: MaskKind, window: int | None, documents: list[list[int]], blocks: list[list[int]], queries: list[int]
 ) -> None:

@@ -173,7 +173,7 @@ def test_rotations_are_computed_without_reading_a_value(name: str) -> None:
     assert not list(rotary.buffers())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     factor=st.floats(1, 64),
     fast=st.floats(4, 64),

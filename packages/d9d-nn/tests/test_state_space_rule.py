@@ -34,7 +34,7 @@ def results(rule: Rule, given_inputs: list[Tensor], documents: Tensor | None) ->
     return [out, *torch.autograd.grad((out * weights).sum(), given_inputs)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     length=st.integers(1, 40),
     chunk=st.integers(1, 17),

@@ -31,7 +31,7 @@ def example(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 30), st.integers(0, 2**20), st.integers(1, 40), st.booleans())
 def test_ranks_are_those_of_full_logits(tokens: int, seed: int, rows: int, keep: bool) -> None:
     hidden, weight, targets = example(tokens, seed)

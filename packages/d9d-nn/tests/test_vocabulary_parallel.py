@@ -111,7 +111,7 @@ def test_a_target_that_no_rank_has_is_an_error(word: int) -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(words=st.integers(2, 40), rows=st.integers(1, 12), keep=st.booleans(), seed=st.integers(0, 99))
 def test_any_vocabulary_in_any_chunks(words: int, rows: int, keep: bool, seed: int) -> None:
     for found in World(3).run(computed, words, seed, {"rows": rows, "keep": keep}):

@@ -44,7 +44,7 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     layouts=st.lists(st.booleans(), min_size=1, max_size=3),
     prefer_fused=st.booleans(),

@@ -198,7 +198,7 @@ def _possible_steps(now: Mapping[str, tuple[int, ...]], number: int) -> list[Map
     return steps
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(random_mappers(), st.randoms(use_true_random=False))
 def test_random_graphs_come_back_and_give_any_window(case: tuple[Mapper, dict[str, Tensor]], random: object) -> None:
     mapper, tensors = case

@@ -281,7 +281,7 @@ def windows(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], list[int
 
 
 @pytest.mark.thorough
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(windows(), st.integers(2, 64), st.sampled_from([torch.bfloat16, torch.float64]), st.booleans())
 def test_every_window_equals_a_slice_whatever_strides_dtype_and_block(
     tmp_path_factory: pytest.TempPathFactory,

@@ -152,7 +152,7 @@ def test_no_file_is_larger_than_the_limit_unless_one_tensor_is(
 
 
 @pytest.mark.full
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 5), max_size=3), st.integers(4, 64), st.randoms())
 def test_any_strides_are_written_through_a_buffer_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], limit: int, random: Any

@@ -79,7 +79,7 @@ def written(**tensors: Tensor) -> bytes:
 
 
 @pytest.mark.thorough
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_window_is_read(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 6), max_size=4))
@@ -157,7 +157,7 @@ def test_a_name_that_appears_twice_is_refused() -> None:
         TensorFile(io.BytesIO(len(text).to_bytes(8, "little") + text + bytes(8)), "x")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_damaged_header_is_an_error_of_ours_or_harmless(data: st.DataObject) -> None:
     content = bytearray(written(a=random(torch.float32, 2, 3), b=random(torch.int8, 5)))

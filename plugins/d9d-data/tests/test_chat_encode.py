@@ -89,7 +89,7 @@ TEXT = st.lists(PIECE, min_size=1, max_size=8).map("".join).filter(str.strip)
 
 @pytest.mark.thorough
 @given(texts=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_text_makes_special_tokens(texts: list[tuple[str, str]]) -> None:
     made = conversation(*(text for turn in texts for text in turn))
     ids, weights = encode(made, template(), tokenizer())

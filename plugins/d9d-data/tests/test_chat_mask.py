@@ -96,7 +96,7 @@ TURNS = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", AROUND)
 @given(turns=TURNS, system=st.none() | TEXT)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_weight_has_what_the_assistant_says_and_the_end_of_its_turn(
     name: str, turns: list[tuple[str, str]], system: str | None
 ) -> None:
@@ -115,7 +115,7 @@ def test_weight_has_what_the_assistant_says_and_the_end_of_its_turn(
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", AROUND)
 @given(turns=TURNS, changed=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_what_users_say_does_not_change_what_has_weight(
     name: str, turns: list[tuple[str, str]], changed: st.DataObject
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_reply_may_be_the_user_s_text_and_the_text_of_a_special_token() -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", AROUND)
 @given(before=TURNS, after=TURNS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_completion_has_the_weight_of_its_turns(
     name: str, before: list[tuple[str, str]], after: list[tuple[str, str]]
 ) -> None:

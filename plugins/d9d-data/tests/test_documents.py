@@ -55,7 +55,7 @@ def layouts(draw: st.DrawFn) -> tuple[int, int]:
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths_of_documents, st.integers(0, 5), st.integers(1, 3), st.lists(layouts(), min_size=1, max_size=6))
 def test_any_layout_and_any_resume_point_give_the_same_packs(
     lengths: list[int], seed: int, batches: int, per_step: list[tuple[int, int]]
@@ -84,7 +84,7 @@ def test_any_layout_and_any_resume_point_give_the_same_packs(
         state = states[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths_of_documents, st.integers(0, 5), st.integers(1, 6), st.integers(1, 5), st.booleans())
 def test_windows_hold_what_the_order_holds_there(
     lengths: list[int], seed: int, batch_size: int, batches: int, shuffle: bool
@@ -102,7 +102,7 @@ def test_windows_hold_what_the_order_holds_there(
 
 
 @pytest.mark.thorough
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths_of_documents, st.integers(0, 3), st.integers(1, 12), st.integers(1, 3) | st.none(), st.booleans())
 def test_after_every_step_no_document_came_more_than_once_more_than_another(
     lengths: list[int], seed: int, batch_size: int, batches: int | None, shuffle: bool
@@ -170,7 +170,7 @@ def test_state_is_plain_json_and_says_what_formed_the_packs() -> None:
     assert state == {"consumed": 4, "fingerprint": state["fingerprint"], "tokenisation": FORMAT, **sizes}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths_of_documents, st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 9))
 def test_other_batch_sizes_continue_exactly_or_are_refused(
     lengths: list[int], batch_size: int, other: int, packs: int

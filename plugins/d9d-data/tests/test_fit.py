@@ -195,7 +195,9 @@ def test_where_prompts_fill_every_sample_the_error_says_so(
 
 def test_where_all_records_are_malformed_the_error_says_so(tmp_path: Path, model: Path) -> None:
     case = Case(PreferenceConfig, build_preference, lambda text: pair(text) | {"prompt": "?" * 20}, "pairs", chat=True)
-    with pytest.raises(DataError, match=r"no record of its 1 files can be used; 8 are malformed, the first of them: .*data.jsonl:1"):
+    with pytest.raises(
+        DataError, match=r"no record of its 1 files can be used; 8 are malformed, the first of them: .*data.jsonl:1"
+    ):
         case.open(tmp_path, model, [], sequence_length=8, malformed="skip")
 
 

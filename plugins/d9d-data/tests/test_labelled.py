@@ -123,7 +123,7 @@ words = st.lists(
 
 
 @pytest.mark.thorough
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(words)
 def test_words_and_labels_stay_together(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> None:
     directory = tmp_path_factory.mktemp("words")

@@ -342,8 +342,8 @@ def test_batches_that_give_each_rank_whole_blocks_are_named() -> None:
         _block_size(Layout(102, 2, 0, 3), None)
     assert str(caught.value) == (
         "batch.size: one pass over the data sorts blocks of 4 samples by length, so the samples of a rank must be a "
-        "multiple of 4; a batch of 102 over 3 ranks gives 34 to each; use a batch of 96 or 108, or set bucket_window of "
-        "this data to 2, which disables sorting"
+        "multiple of 4; a batch of 102 over 3 ranks gives 34 to each; use a batch of 96 or 108, or set bucket_window "
+        "of this data to 2, which disables sorting"
     )
     assert _block_size(Layout(102, 2, 0, 3), 2) == 2
 

@@ -11,7 +11,7 @@ from d9d_data.config import TextConfig
 from d9d_data.corpus.prepare import Corpus
 from d9d_data.order.samples import SampleOrder
 from d9d_data.stream.text import TextStream
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 LENGTH = 3
@@ -43,7 +43,6 @@ def layouts(draw: st.DrawFn) -> tuple[int, int]:
 
 
 @pytest.mark.thorough
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 5), st.lists(layouts(), min_size=1, max_size=6))
 def test_any_layout_and_any_resume_point_give_the_same_samples(
     samples: int, seed: int, per_step: list[tuple[int, int]]

@@ -37,7 +37,7 @@ def test_document_without_tokens_is_a_sample_without_targets() -> None:
     assert padded["documents"].tolist() == [[0, 1]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 50), max_size=9), min_size=1, max_size=8), st.integers(1, 4), st.integers(1, 3))
 def test_padding_agrees_with_counting_token_by_token(documents: list[list[int]], multiple: int, times: int) -> None:
     length = multiple * times

@@ -112,7 +112,7 @@ def test_bidirectional_attention_reads_documents_even_if_a_sample_is_one(number:
 
 @pytest.mark.parametrize("number", NUMBERS)
 @given(lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_documents_of_any_lengths_see_themselves_only(number: int, lengths: list[list[int]]) -> None:
     length = max(map(sum, lengths))
     rows = []

@@ -80,7 +80,7 @@ def outcome(function: Any, counts: list[int], spare: int = 0) -> dict[str, Tenso
 
 @pytest.mark.thorough
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6), spare=st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_it_is_near_the_reference_however_rows_are_spread(counts: list[int], spare: int) -> None:
     expected, found = outcome(grouped_linear, counts, spare), outcome(partial(grouped, emulate=True), counts, spare)
     assert_close_gradients(found, expected, ROUNDED[torch.float32])

@@ -45,7 +45,7 @@ def bound(matrix: Tensor, operand: Operand) -> Tensor:
 
 
 @given(formats, sizes, sizes, st.sampled_from([0.0, 1.0, 4.0]), st.integers(0, 99), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_values_are_rounded_within_the_error_of_the_format(operand, rows, columns, spread, seed, narrow) -> None:
     matrix = values(rows, columns, spread, seed, torch.bfloat16 if narrow else torch.float32)
     quantized = quantize(matrix, operand)
@@ -58,7 +58,7 @@ def test_values_are_rounded_within_the_error_of_the_format(operand, rows, column
 
 
 @given(formats, formats, sizes, sizes, st.sampled_from([0.0, 2.0]), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_products_are_within_what_the_rounding_of_operands_allows(left, right, rows, depth, spread, seed) -> None:
     a = values(rows, depth, spread, seed, torch.float32)
     b = values(128, depth, spread, seed + 1, torch.float32)

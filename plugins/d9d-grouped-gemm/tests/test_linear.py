@@ -82,7 +82,7 @@ def outcome(function: Callable[..., Tensor], counts: list[int], spare: int = 0, 
 
 @pytest.mark.thorough
 @given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=6), spare=st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_it_agrees_with_the_reference_however_rows_are_spread(counts: list[int], spare: int) -> None:
     function = build(signature())
     for options in ({}, {"spare_rows": False}) if not spare else ({},):

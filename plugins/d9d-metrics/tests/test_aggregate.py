@@ -55,7 +55,7 @@ def test_what_is_masked_may_be_nan() -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3)), min_size=1, max_size=30))
 def test_a_weighted_mean_is_that_of_python(pairs: list[tuple[float, float]]) -> None:
     values, weights = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))

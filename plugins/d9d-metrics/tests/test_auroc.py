@@ -23,7 +23,7 @@ def measured(scores: Tensor, targets: Tensor, bins: int = 10000, kind: str = "pr
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(0, 1, width=32), st.integers(0, 1)), min_size=2, max_size=60),
     st.sampled_from([2, 3, 10, 100, 10000]),
@@ -36,7 +36,7 @@ def test_it_is_within_its_bound_of_the_exact_area(pairs: list[tuple[float, int]]
     assert abs(area - roc_auc_score(targets, scores)) <= bound + 1e-12
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 1)), min_size=2, max_size=60))
 def test_it_is_exact_if_every_bin_holds_one_score(pairs: list[tuple[int, int]]) -> None:
     levels, targets = (torch.tensor(column) for column in zip(*pairs, strict=True))

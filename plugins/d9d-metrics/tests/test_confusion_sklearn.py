@@ -20,7 +20,7 @@ sk = pytest.importorskip("sklearn.metrics")
 STATISTICS = ["accuracy", "precision", "recall", "f1", "fbeta"]
 AVERAGES = ["micro", "macro", "weighted"]
 ZERO = {"zero": 0, "one": 1, "nan": math.nan}
-quickly = settings(max_examples=40, deadline=None)
+quickly = settings(max_examples=40)
 pytestmark = pytest.mark.full
 
 

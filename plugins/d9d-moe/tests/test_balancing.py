@@ -69,7 +69,7 @@ def batch_by_hand(scores: Tensor, indices: Tensor, _samples: int) -> Tensor:
     top_k=st.integers(1, 7),
     scoring=st.sampled_from(["softmax", "sigmoid"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_balance_terms_are_their_formulas(samples: int, length: int, experts: int, top_k: int, scoring: str) -> None:
     for loss, by_hand in ((SequenceBalance(1.0), sequence_by_hand), (BatchBalance(1.0), batch_by_hand)):
         found = []

@@ -82,7 +82,7 @@ def test_experts_see_their_tokens_and_tokens_their_experts(indices: list[list[in
     top_k=st.integers(1, 4),
     indices=st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=4, max_size=4), max_size=12),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_rows_are_sorted_by_expert_and_then_by_token(top_k: int, indices: list[list[int]]) -> None:
     chosen = routing([row[:top_k] for row in indices], top_k)
     tokens = torch.arange(len(indices), dtype=torch.float32).unsqueeze(1)

@@ -74,7 +74,7 @@ MORE_RANKS_THAN_CHOICES = Choices(ranks=4, local=1, top_k=2, chosen=[[3, 0], [1,
 @example(case=NO_TOKEN, dtype=torch.float64)
 @example(case=FEWER_RANKS_THAN_CHOICES, dtype=torch.float64)
 @example(case=MORE_RANKS_THAN_CHOICES, dtype=torch.float32)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_each_rank_learns_its_experts_of_its_tokens_and_nobody_elses(case: Choices, dtype: torch.dtype) -> None:
     plan, weights = case.plan(), weights_like(case.indices, dtype)
     labels, tokens = write_labels(plan, case.indices, weights, case.experts), tokens_of(plan)
@@ -101,7 +101,7 @@ def test_each_rank_learns_its_experts_of_its_tokens_and_nobody_elses(case: Choic
 @example(case=NO_TOKEN)
 @example(case=FEWER_RANKS_THAN_CHOICES)
 @example(case=MORE_RANKS_THAN_CHOICES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_rows_and_places_are_each_others_inverse(case: Choices) -> None:
     plan, rows = case.plan(), rows_by_rank(case.plan())
     travels = [case.tokens_for(rank) for rank in range(case.ranks)]

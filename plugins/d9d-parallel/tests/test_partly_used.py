@@ -214,7 +214,6 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.mark.full
 @settings(
     max_examples=3,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],  # a world for every step of shrinking would take minutes
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -128,7 +128,7 @@ ALL: dict[str, Generator] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(ranks=st.integers(1, 12), extra=st.integers(0, 40))
 def test_programs_are_sound_for_any_numbers(name: str, ranks: int, extra: int) -> None:
     microbatches = extra + (2 * ranks if name == "dual_pipe_v" else 1)

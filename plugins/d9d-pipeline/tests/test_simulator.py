@@ -113,7 +113,7 @@ times = st.floats(min_value=0.1, max_value=3.0)
 
 
 @pytest.mark.full
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     generator=st.sampled_from(GENERATORS),
     ranks=st.integers(1, 4),
@@ -143,7 +143,7 @@ def test_times_are_those_of_the_rules(
     assert step.makespan == pytest.approx(naive(programs, costs, step.index.stages, buffers))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     generator=st.sampled_from(GENERATORS),
     ranks=st.integers(1, 5),

@@ -174,7 +174,7 @@ def chained(*ops: str) -> tuple[list[Step], list[int], set[int]]:
 
 
 @pytest.mark.full
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @example(chained("view", "deferring", "recompute", "view"), (True, True), set(), True)
 @example(chained("product", "inject_weight", "halves", "product"), (True, True), set(), False)
 @example(chained("inject", "at_once", "view", "scale", "linear"), (True, True), set(), True)
@@ -214,7 +214,7 @@ def test_both_phases_give_the_gradients_of_a_whole_backward(
     assert_equal([*gradients_of(found).values()], [*gradients_of(expected).values()], "parameter")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graph=graphs(), needed=st.sampled_from([(True, True), (False, False)]))
 def test_a_backward_in_one_is_that_of_autograd(
     graph: tuple[list[Step], list[int], set[int]], needed: tuple[bool, bool]

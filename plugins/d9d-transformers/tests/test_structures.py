@@ -134,7 +134,10 @@ def test_attention_is_recorded_with_the_masks_of_the_model_and_mixers_are_named(
         (Base(extras=(1, 2)), "the layers in layers return different numbers of values"),
         (Base(extras=(None, 0)), "the layers in layers return different numbers of values"),
         (Base(order="embed 0 1"), "the parameters of norm, scale are used outside of their modules"),
-        (Base(order="embed 0 scale 1 norm"), "other modules with parameters run between two layers of layers; d9d trains only"),
+        (
+            Base(order="embed 0 scale 1 norm"),
+            "other modules with parameters run between two layers of layers;",
+        ),
         (Base(fails=False), "^model.config: the forward of Base fails with d9d's attention: 'cache'$"),
         (Base("attention", "plain", fails=True), "fails with d9d's attention and masks: 'cache'$"),
     ],

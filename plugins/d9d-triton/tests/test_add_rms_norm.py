@@ -99,7 +99,7 @@ def launched() -> Iterator[list[str]]:
     adds=st.booleans(),
     transposed=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_it_agrees_with_float64(
     rows: int, features: int, dtypes: tuple[torch.dtype, ...], adds: bool, transposed: bool
 ) -> None:

@@ -97,7 +97,7 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.full
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     tokens=st.integers(0, 6),
     words=st.integers(2, 70),

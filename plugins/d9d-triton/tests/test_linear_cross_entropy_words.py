@@ -92,7 +92,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.full
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     tokens=st.integers(0, 6),
     number=st.integers(2, 300),

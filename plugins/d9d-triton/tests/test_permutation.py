@@ -55,7 +55,7 @@ def there_and_back(module: Any, x: Tensor, weights: Tensor, slots: Tensor, place
     dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_there_and_back_agrees_with_float64(
     tokens: int, choices: int, without: int, features: int, dtypes: tuple[torch.dtype, torch.dtype], seed: int
 ) -> None:

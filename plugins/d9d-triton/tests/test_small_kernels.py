@@ -56,7 +56,7 @@ def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], *dtypes: tor
 
 @pytest.mark.full
 @given(rows=st.integers(1, 70), features=FEATURES, dtype=st.sampled_from(DTYPES), of_weight=st.sampled_from(DTYPES))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_rms_norm_agrees_with_float64(rows: int, features: int, dtype: torch.dtype, of_weight: torch.dtype) -> None:
     inputs = normal(rows, features, dtype=dtype), 1 + normal(features, seed=1, dtype=of_weight), 1e-3
     found = outcome(rms_norm.rms_norm, *inputs)
@@ -72,7 +72,7 @@ def test_rms_norm_agrees_with_float64(rows: int, features: int, dtype: torch.dty
     of_up=st.sampled_from(DTYPES),
     halves=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_silu_mul_agrees_with_float64(
     shape: list[int], features: int, of_gate: torch.dtype, of_up: torch.dtype, halves: bool
 ) -> None:
@@ -91,7 +91,7 @@ def test_silu_mul_agrees_with_float64(
     dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
     transposed=st.booleans(),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_rope_agrees_with_float64(
     size: tuple[int, int, int, int, int], dtypes: tuple[torch.dtype, torch.dtype], transposed: bool
 ) -> None:
@@ -113,7 +113,7 @@ def test_rope_agrees_with_float64(
     dtypes=st.tuples(*(st.sampled_from(DTYPES) for _ in range(4))),
     transposed=st.booleans(),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_normed_rope_agrees_with_float64(
     size: tuple[int, int, int, int, int], dtypes: tuple[torch.dtype, ...], transposed: bool
 ) -> None:

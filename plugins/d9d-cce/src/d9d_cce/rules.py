@@ -20,7 +20,7 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept calls of ``linear_cross_entropy`` on CUDA in bfloat16 or float16, with a weight that the kernels can index."""
+    """Accept calls of ``linear_cross_entropy`` on CUDA in bfloat16 or float16, if the kernels can index the weight."""
     return _decide(signature, EXACT)
 
 

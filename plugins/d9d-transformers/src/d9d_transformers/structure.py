@@ -97,8 +97,8 @@ def examine(base: Any, parts: Parts) -> Structure:
     first, last = order.index(listed[0]), order.index(listed[-1])
     if order[first : last + 1] != listed:
         raise BuildError(
-            f"model.config: other modules with parameters run between two layers of {name}; d9d trains only models whose "
-            "other modules run before the first layer or after the last"
+            f"model.config: other modules with parameters run between two layers of {name}; d9d trains only models "
+            "whose other modules run before the first layer or after the last"
         )
     before, after = tuple(dict.fromkeys(order[:first])), tuple(order[last + 1 :])
     masked = masked_calls(base) if attention else {}

@@ -27,8 +27,8 @@ def inner_builder(chosen: Chosen) -> Callable[..., Any]:
         same = same or [inner for inner, given in chosen.inner if given == config]
         if not same:
             raise BuildError(
-                f"{chosen.where}: the build of {chosen.entry} passed a config of '{config.selector}' that is not nested "
-                "in the component's own config; pass the value of one of its fields"
+                f"{chosen.where}: the build of {chosen.entry} passed a config of '{config.selector}' that is not "
+                "nested in the component's own config; pass the value of one of its fields"
             )
         return instantiate(same[0], config, *arguments)
 

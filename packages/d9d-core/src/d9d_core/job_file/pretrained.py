@@ -145,8 +145,8 @@ def read_config_json(location: str) -> dict[str, Any]:
             ) from error
         reason = f"{type(error).__name__}: {error}" if "://" in location else getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout, or the directory of a "
-            "run. To resume a run from its checkpoints, run its job.yaml with model.pretrained set to null"
+            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout, or the directory of "
+            "a run. To resume a run from its checkpoints, run its job.yaml with model.pretrained set to null"
         ) from error
     try:
         values = parse_json(content)

@@ -151,7 +151,7 @@ def _reads(target: Tensor, copies: dist.ProcessGroup | None) -> bool:
 
 
 def _send(target: Tensor, copies: dist.ProcessGroup | None) -> None:
-    """Broadcast a tensor to all its replicas: a DTensor over the dimensions that replicate it, others over ``copies``."""
+    """Broadcast a tensor to its replicas: a DTensor over the dimensions that replicate it, others over ``copies``."""
     tensor = local(target)
     contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
     for group, _ in _groups(target, copies):

@@ -240,8 +240,8 @@ def _chunks(lengths: npt.NDArray[np.int64]) -> Iterator[tuple[slice, npt.NDArray
 def _check_splits(documents: dict[Split, int], held_out: float, found: int, skipped: int, first: str) -> None:
     if not documents["train"] and skipped:
         raise DataError(
-            f"data.sources: the corpus is empty: no record of its {found} files can be used; {skipped:,} are malformed, "
-            f"the first of them: {first}"
+            f"data.sources: the corpus is empty: no record of its {found} files can be used; {skipped:,} are "
+            f"malformed, the first of them: {first}"
         )
     if not documents["train"]:
         raise DataError(f"data.sources: the corpus is empty: none of its {found} files holds text; name other sources")

@@ -28,8 +28,8 @@ class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
 
     A token is sent once to each rank that has some of its experts, with the indices and weights of all its experts. The
     receiving rank copies the token to its own experts and sums their weighted outputs; the partial sums are sent back,
-    and the token's own rank adds them. Gradients are sent in the opposite directions. Sums have a fixed order, so the same
-    input gives the same bits.
+    and the token's own rank adds them. Gradients are sent in the opposite directions. Sums have a fixed order, so the
+    same input gives the same bits.
 
     Dispatch takes three collectives (counts; tokens; labels, which are experts and weights), combine takes one, and the
     backwards of both together take three. On a GPU the host waits once, for the sizes, in the dispatch's

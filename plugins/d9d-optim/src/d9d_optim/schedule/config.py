@@ -170,13 +170,13 @@ class PiecewiseConfig(PluginConfig):
         for index, phase in enumerate(self.phases):
             if phase.curve == "exponential" and phase.floor is None and 0 in (begin, phase.to):
                 raise ValueError(
-                    f"phase {index} is exponential from {begin:g} to {phase.to:g}, but an exponential curve can neither "
-                    "begin nor end at zero; give it a floor, or use a small positive factor or another curve"
+                    f"phase {index} is exponential from {begin:g} to {phase.to:g}, but this curve can neither begin "
+                    "nor end at zero; give it a floor, or use a small positive factor or another curve"
                 )
             if phase.curve == "inverse_sqrt" and 0 in (begin, phase.to):
                 raise ValueError(
-                    f"phase {index} is an inverse square root from {begin:g} to {phase.to:g}, but this curve can neither "
-                    "begin nor end at zero; use a small positive factor or another curve"
+                    f"phase {index} is an inverse square root from {begin:g} to {phase.to:g}, but this curve can "
+                    "neither begin nor end at zero; use a small positive factor or another curve"
                 )
             begin = phase.to
         return self
