@@ -106,6 +106,24 @@ def test_float8_has_tables_of_its_own(room: SimpleNamespace) -> None:
     ]  # fmt: skip
 
 
+def test_lora_has_tables_of_its_own_and_no_weight_gradients_of_frozen_weights(room: SimpleNamespace) -> None:
+    setting = room.settings.Setting("dense-2b", 4096, 4, lora=True)
+    assert setting.name == "dense-2b-4k-random-lora"
+    whole = dataclasses.replace(setting, lora=False)
+    assert setting.matmul_flops_per_token() == whole.matmul_flops_per_token() * 4 / 6
+    attention = 6 * 28 * 16 * 128 * 4096
+    assert setting.flops_per_token() == setting.matmul_flops_per_token() + attention
+
+
+@pytest.mark.filterwarnings("default")  # of Dynamo
+def test_contenders_with_lora_train_the_same_numbers_of_parameters(room: SimpleNamespace) -> None:
+    setting = room.settings.Setting("tiny", 64, 2, lora=True, backend="eager")
+    found = [room.contender.builder_of(name)(setting, torch.device("cpu")) for name in ("d9d", "peft")]
+    assert found[0].trained == found[1].trained == 2 * 16 * sum((64 + 64, 2 * (64 + 32), 64 + 64, 3 * (64 + 96)))
+    assert found[0].parameters == found[1].parameters
+    assert abs(found[0].step().item() - found[1].step().item()) < 0.2
+
+
 @pytest.mark.slow
 def test_float8_is_measured_with_ours_alone_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOM), "--tiny", "--precision", "fp8", "--folder", str(tmp_path)]

@@ -4,6 +4,7 @@
     python tools/bench/compare dense-2b --length 16k --data packed
     python tools/bench/compare moe-5.6b --contenders d9d transformers torchtitan --rounds 3
     python tools/bench/compare dense-2b --precision fp8       a table of its own: products of linear layers in float8
+    python tools/bench/compare qwen3-8b --lora --samples 2    LoRA of rank 16, against peft
     python tools/bench/compare --tiny                         the whole harness on a CPU, in less than a minute
     python tools/bench/compare --tables                       only the tables of benchmarks/README.md, from its files
 
@@ -30,7 +31,7 @@ import records
 import rounds
 import tables
 import worker
-from contender import CONTENDERS, DEFAULT, FLOAT8
+from contender import CONTENDERS, DEFAULT, FLOAT8, LORA
 from settings import CHECKPOINTED, MODELS, Precision, Setting
 
 LENGTHS = {"4k": 4096, "8k": 8192, "16k": 16_384, "64k": 65_536}
@@ -73,6 +74,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="measured steps of a round")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
     parser.add_argument("--checkpointed", action="store_true", help="compute activations again at any length")
+    parser.add_argument("--lora", action="store_true", help="train LoRA, and freeze the model")
     parser.add_argument("--samples", type=int, help="samples of a step; by default 16,384 tokens")
     parser.add_argument("--seconds", type=float, help="budget: a round that would exceed it is left out")
     parser.add_argument("--folder", type=Path, default=BENCHMARKS, help="where the results are")
@@ -83,8 +85,8 @@ def _options() -> argparse.Namespace:
         parser.error("name a model, or give --tiny or --tables")
     if unknown := [name for name in options.contenders or () if name not in CONTENDERS and ":" not in name]:
         parser.error(f"unknown contender '{unknown[0]}'; known: {', '.join(CONTENDERS)}, or a function module:function")
-    default = FLOAT8 if options.precision == "fp8" else TINY_CONTENDERS if options.tiny else DEFAULT
-    options.contenders = options.contenders or default
+    special = LORA if options.lora else FLOAT8 if options.precision == "fp8" else None
+    options.contenders = options.contenders or special or (TINY_CONTENDERS if options.tiny else DEFAULT)
     if options.tiny and options.folder == BENCHMARKS:
         options.folder = Path("runs", "compare-tiny")  # the numbers of tiny models are meaningless
     return options
@@ -92,12 +94,12 @@ def _options() -> argparse.Namespace:
 
 def _setting(options: argparse.Namespace) -> Setting:
     if options.tiny:
-        return replace(TINY, precision=options.precision)
+        return replace(TINY, precision=options.precision, lora=options.lora)
     length = LENGTHS[options.length]
     samples = options.samples or max(1, 16_384 // length)
     return Setting(
         options.model, length, samples, options.data, options.precision, options.checkpointed or length >= CHECKPOINTED,
-        warmup=options.warmup, steps=options.steps,
+        options.lora, warmup=options.warmup, steps=options.steps,
     )  # fmt: skip
 
 

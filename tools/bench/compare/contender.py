@@ -23,7 +23,8 @@ class Contender:
 
     Attributes:
         step: forward, loss, backward, clipping and update of the next microbatch; returns the loss, on the device.
-        parameters: number of the model's parameters.
+        parameters: number of the model's parameters, without those of LoRA.
+        trained: number of trained parameters, if some are frozen.
         versions: versions of its libraries.
         remarks: notes for readers of the table.
         optimizer_bytes: bytes of a parameter, its gradient and states that the optimizer reads and writes; by default
@@ -35,6 +36,7 @@ class Contender:
     versions: Mapping[str, str] = field(default_factory=dict)
     remarks: str = ""
     optimizer_bytes: int | None = None
+    trained: int | None = None
 
 
 Build = Callable[[Setting, torch.device], Contender]
@@ -52,6 +54,9 @@ CONTENDERS: Mapping[str, tuple[str, str]] = {
     "transformers-flex-compile": ("transformers, flex, torch.compile", "with_transformers:build_flex_compiled"),
     "transformers-compile": ("transformers + torch.compile", "with_transformers:build_compiled"),
     "liger": ("transformers + Liger", "with_transformers:build_liger"),
+    "peft": ("transformers + peft", "with_transformers:build"),
+    "peft-flex": ("transformers + peft, flex", "with_transformers:build_flex"),
+    "peft-liger": ("transformers + peft + Liger", "with_transformers:build_liger"),
     "torchtitan": ("torchtitan", "with_torchtitan:build"),
     "torchtitan-selective": ("torchtitan, selective", "with_torchtitan:build_selective"),
 }
@@ -59,6 +64,8 @@ CONTENDERS: Mapping[str, tuple[str, str]] = {
 DEFAULT = ("d9d", "transformers", "transformers-compile", "liger", "torchtitan")
 #: Contenders that support float8.
 FLOAT8 = ("d9d", "torchtitan")
+#: Contenders that train LoRA.
+LORA = ("d9d", "peft", "peft-liger")
 
 
 def builder_of(name: str) -> Build:

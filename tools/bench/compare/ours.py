@@ -15,10 +15,12 @@ from contender import Contender, NotHereError, installed
 from d9d_core.registry.registry import Registry
 from d9d_engine.job import Job
 from microbatches import ComparedPlugin
-from settings import BETAS, CLIP, DECAY, LR, PLUGINS, RECIPE, Setting
+from settings import ALPHA, BETAS, CLIP, DECAY, LR, PLUGINS, RANK, RECIPE, Setting
 from torch import Tensor
 
-REQUIRED = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_transformers", *sorted(set(PLUGINS.values())))
+REQUIRED = (
+    "d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_peft", "d9d_transformers", *sorted(set(PLUGINS.values())),
+)  # fmt: skip
 #: Optional packages, used if installed, as in a job.
 OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_fp8", "d9d_quack", "d9d_cublas", "d9d_fla")
 #: Bytes per parameter: reads parameter, gradient and lower bits (2 each), moments (4 each); writes all but the
@@ -91,9 +93,13 @@ def _build(
     # Mark the phases of a profiled step as the loop does, so that the table by kind recognises the optimizer.
     trainer.step.ranges.on = True
     kernels = sorted({f"{slot.op} {slot.backend}" for slot in _slots(trainer.stage) if slot.backend != "reference"})
-    parameters = sum(parameter.numel() for parameter in trainer.stage.parameters())
+    named = dict(trainer.stage.named_parameters())
+    parameters = sum(parameter.numel() for name, parameter in named.items() if "lora_" not in name)
+    trained = (
+        sum(parameter.numel() for parameter in named.values() if parameter.requires_grad) if setting.lora else None
+    )
     moved = BYTES_WITH_MASTERS if masters else None
-    return Contender(step, parameters, installed("d9d-engine"), ", ".join(kernels), moved)
+    return Contender(step, parameters, installed("d9d-engine"), ", ".join(kernels), moved, trained)
 
 
 def _job(
@@ -125,6 +131,7 @@ def _job(
         "optimizer": {
             "name": "adamw", "lr": LR, "weight_decay": DECAY, "betas": list(BETAS), "master_weights": masters,
         },
+        "peft": {"name": "lora", "r": RANK, "alpha": ALPHA} if setting.lora else None,
         "gradient_clipping": {"max_norm": CLIP},
         "trackers": [],
         "export": False,

@@ -47,8 +47,8 @@ def training_step(
         device: device of the model.
     """
     fused = device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=fused)
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=LR, betas=BETAS, weight_decay=DECAY, fused=fused)
     batches = [
         {name: tensor.to(device) for name, tensor in microbatch_of(setting, number).items()}
         for number in range(DIFFERENT)

@@ -47,7 +47,16 @@ def summary(setting: Setting, answers: Mapping[str, Sequence[Answer]], command: 
             "times_ours": [round(mine / value, 4) for mine, value in zip(ours, seconds, strict=False)],
             **{
                 key: first[key]
-                for key in ("parameters", "versions", "remarks", "losses", "start_seconds", "ms_by_kind", "roofline")
+                for key in (
+                    "parameters",
+                    "trained",
+                    "versions",
+                    "remarks",
+                    "losses",
+                    "start_seconds",
+                    "ms_by_kind",
+                    "roofline",
+                )
                 if key in first
             },
         }

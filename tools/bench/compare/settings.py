@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ Precision = Literal["bfloat16", "autocast", "fp8"]
 LR, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
 #: Scales of float8: one for each row of an operand.
 RECIPE = "rowwise"
+#: LoRA, on all linear layers.
+RANK, ALPHA = 16, 32
 #: Tokens of a step.
 TOKENS = 16_384
 #: Length from which on blocks use activation checkpointing.
@@ -43,6 +45,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "name": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 500_000.0,
     },
+    "qwen3-8b": _DENSE | {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_layers": 36, "num_attention_heads": 32,
+    },
+    "gpt-oss-20b": {"name": "gpt_oss", "preset": "20b", "vocab_size": 201_088, "max_positions": 131_072},
     # Published sizes with fewer layers: of Qwen3.5-9B the first 8, of gpt-oss-20b the first 6.
     "qwen3.5-3.8b": {
         "name": "qwen3_5", "preset": "9b", "num_layers": 8, "vocab_size": 248_320, "max_positions": 262_144,
@@ -69,6 +75,7 @@ class Setting:
             autocast to bfloat16; ``fp8``: as ``bfloat16``, and the products of linear layers in blocks in float8, by
             the recipe :data:`RECIPE`.
         checkpointed: whether activations are computed again in the backward.
+        lora: whether LoRA is trained, and the model's weights are frozen.
         backend: compiler behind Dynamo.
         warmup: number of steps before the measured ones, in each round.
         steps: measured steps of a round.
@@ -80,6 +87,7 @@ class Setting:
     data: Data = "random"
     precision: Precision = "bfloat16"
     checkpointed: bool = False
+    lora: bool = False
     backend: str = "inductor"
     warmup: int = 5
     steps: int = 20
@@ -93,8 +101,8 @@ class Setting:
     def name(self) -> str:
         """Name of the table: ``dense-2b-4k-random``."""
         length = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
-        parts = [self.model, length, self.data]
-        return "-".join(parts if self.precision == "bfloat16" else [*parts, self.precision])
+        precision = [] if self.precision == "bfloat16" else [self.precision]
+        return "-".join([self.model, length, self.data, *precision, *(["lora"] if self.lora else [])])
 
     @property
     def width(self) -> int:
@@ -125,11 +133,20 @@ class Setting:
         """Hugging Face format of the model."""
         return self._spec().hugging_face.load()()
 
+    def matmul_flops_per_token(self) -> float:
+        """FLOPs per token of products with weights; frozen weights have no gradient, and LoRA's own are not counted."""
+        from d9d_nn.decoder.flops import further_parameters, head_parameters, layer_parameters
+
+        config = self.config()
+        parameters = layer_parameters(config) + head_parameters(config, self.length) + further_parameters(config)
+        return (4.0 if self.lora else 6.0) * parameters
+
     def flops_per_token(self) -> float:
         """FLOPs per token, forward and backward, by the formula used for all contenders."""
         from d9d_nn.decoder.flops import training_flops_per_token
 
-        return training_flops_per_token(self.config(), self.length)
+        trained = replace(self, lora=False).matmul_flops_per_token()
+        return training_flops_per_token(self.config(), self.length) - trained + self.matmul_flops_per_token()
 
     def as_json(self) -> dict[str, Any]:
         """Values for a file; :meth:`from_json` reads them."""

@@ -85,10 +85,11 @@ def _section(result: Mapping[str, Any]) -> str:
     for name, found in contenders.items():
         if reason := found.get("skipped") or found.get("failed"):
             lines += ["", f"{title_of(name)}: {'left out' if 'skipped' in found else 'failed'}: {reason}"]
-    count = measured.get(OURS, {}).get("parameters")
-    for name, found in measured.items():
-        if count is not None and found["parameters"] != count:
-            lines += ["", f"{title_of(name)}: its model has {found['parameters']:,} parameters, ours {count:,}"]
+    for key, what in (("parameters", "model"), ("trained", "LoRA")):
+        count = measured.get(OURS, {}).get(key)
+        for name, found in measured.items():
+            if count is not None and found[key] != count:
+                lines += ["", f"{title_of(name)}: its {what} has {found[key]:,} parameters, ours {count:,}"]
     remarks = [f"{title_of(name)}: {found['remarks']}" for name, found in measured.items() if found.get("remarks")]
     return "\n".join([*lines, *(line for remark in remarks for line in ("", remark))])
 

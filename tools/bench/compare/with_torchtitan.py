@@ -39,6 +39,8 @@ def build_selective(setting: Setting, device: torch.device) -> Contender:
 
 def _build(setting: Setting, device: torch.device, checkpointing: str) -> Contender:
     versions = installed("torchtitan")
+    if setting.lora:
+        raise NotHereError("LoRA is compared with peft only")
     try:
         from torchtitan.config.job_config import ActivationCheckpoint, Compile
         from torchtitan.distributed.activation_checkpoint import apply_ac

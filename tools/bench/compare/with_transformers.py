@@ -1,4 +1,4 @@
-"""Contenders over transformers: SDPA, flex attention, torch.compile, and Liger's kernels."""
+"""Contenders over transformers: SDPA, flex attention, torch.compile, and Liger's kernels; LoRA by peft."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from contender import Contender, NotHereError, installed
 from plain_loop import Microbatch, dtype_of, training_step, visible
-from settings import Setting
+from settings import ALPHA, RANK, Setting
 from torch import Tensor
 
 
@@ -55,6 +55,11 @@ def _build(
     model = _model(setting, device, attention)
     if setting.checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    parameters, trained = sum(parameter.numel() for parameter in model.parameters()), None
+    if setting.lora:
+        versions = versions | installed("peft")
+        model = _with_lora(model, setting)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     model.train()
     if compiled:
         model.compile(backend=setting.backend)
@@ -70,7 +75,17 @@ def _build(
         return loss
 
     step = training_step(model, loss_of, setting, device)
-    return Contender(step, sum(parameter.numel() for parameter in model.parameters()), versions)
+    return Contender(step, parameters, versions, trained=trained)
+
+
+def _with_lora(model: Any, setting: Setting) -> Any:
+    """Model with frozen weights, and LoRA on all linear layers but the head."""
+    import peft
+
+    if setting.checkpointed:
+        model.enable_input_require_grads()
+    terms = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, terms, autocast_adapter_dtype=False)
 
 
 def _model(setting: Setting, device: torch.device, attention: str) -> Any:

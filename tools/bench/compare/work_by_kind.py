@@ -40,7 +40,7 @@ def roofline(
     Args:
         setting: setting of the comparison.
         kinds: milliseconds of a step by kind of work.
-        parameters: number of parameters of the model.
+        parameters: number of trained parameters.
         optimizer_bytes: see :class:`~contender.Contender`.
 
     Returns:
@@ -48,10 +48,7 @@ def roofline(
         document; without recomputation), and ``optimizer_tbps``: terabytes per second of the weights, gradients and
         states that AdamW reads and writes; the norm of clipping reads gradients once more.
     """
-    from d9d_nn.decoder.flops import head_parameters, layer_parameters
-
-    config = setting.config()
-    matmul = 6.0 * (layer_parameters(config) + head_parameters(config, setting.length)) * setting.tokens
+    matmul = setting.matmul_flops_per_token() * setting.tokens
     attention = setting.flops_per_token() * setting.tokens - matmul
     # Weight, gradient and two states are read, weight and states written.
     moved = (optimizer_bytes or 7 * setting.width) * parameters

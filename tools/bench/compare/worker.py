@@ -46,6 +46,7 @@ def run_round(name: str, setting: Setting, profiled: bool) -> dict[str, Any]:
             "losses": losses,
             "start_seconds": ready,
             "parameters": contender.parameters,
+            **({} if contender.trained is None else {"trained": contender.trained}),
             "versions": dict(contender.versions),
             "remarks": contender.remarks,
         }
@@ -54,7 +55,8 @@ def run_round(name: str, setting: Setting, profiled: bool) -> dict[str, Any]:
         if profiled:
             kinds = work_by_kind(contender.step, device)
             found["ms_by_kind"] = kinds
-            found["roofline"] = roofline(setting, kinds, contender.parameters, contender.optimizer_bytes)
+            trained = contender.parameters if contender.trained is None else contender.trained
+            found["roofline"] = roofline(setting, kinds, trained, contender.optimizer_bytes)
     except NotHereError as error:
         return {"skipped": str(error)}
     except torch.OutOfMemoryError:
