@@ -21,11 +21,11 @@ TOKENS, TARGETS = torch.tensor([[3, 1, 3, 6]]), torch.tensor([[1, -100, 6, 0]])
 class Model(nn.Module):
     """An embedding and a head."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, softcap: float | None = None, embedding: nn.Module | None = None) -> None:
         super().__init__()
-        self.embedding = TokenEmbedding(7, 5, std=0.5)
+        self.embedding = TokenEmbedding(7, 5, std=0.5) if embedding is None else embedding
         self.layer = nn.Linear(5, 5)
-        self.head = CausalLMHead(5, 7, std=0.5, tied=tied)
+        self.head = CausalLMHead(5, 7, std=0.5, tied=tied, softcap=softcap)
 
     def forward(self, targets: Tensor | None = None) -> Tensor:
         (out,) = self.head(self.layer(self.embedding(TOKENS)), targets).values()
@@ -113,6 +113,62 @@ def test_merged_and_switched_off_they_compute_the_same_and_a_checkpoint_merges_a
     torch.testing.assert_close(model(TARGETS), losses)
     assert made.keys() == model.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(tensor, made[name]) for name, tensor in model.state_dict().items())
+
+
+def tuned(**parts: Any) -> tuple[Any, Lora]:
+    """Model with random low-rank terms of its embedding and its head."""
+    torch.manual_seed(0)
+    model = Model(**parts)
+    method = Lora(LoraConfig(r=2, alpha=3, targets=("embedding", "head")))
+    randomise(model, method.inject(model))
+    return model, method
+
+
+def test_a_head_with_a_soft_cap_caps_logits_with_the_term_and_their_losses() -> None:
+    model, method = tuned(softcap=0.4)
+    assert set(model.head.op_slots()) == {"linear_cross_entropy", "lora_cross_entropy"}
+    assert {slot.op for slot in model.head.op_slots().values()} == {"capped_linear_cross_entropy"}
+    logits, losses = model(), model(TARGETS)
+    assert 0.3 < logits.abs().max() <= 0.4
+    expected = functional.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="none").view_as(TARGETS)
+    torch.testing.assert_close(losses, expected)
+    method.merge(model)
+    torch.testing.assert_close(model(), logits)
+    torch.testing.assert_close(model(TARGETS), losses)
+
+
+class Scaled(nn.Embedding):
+    """Embedding that multiplies its rows, as some of transformers do."""
+
+    def __init__(self, factor: float | Tensor) -> None:
+        super().__init__(7, 5)
+        self.embed_scale = factor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up and multiply."""
+        return super().forward(tokens) * self.embed_scale
+
+
+class Doubled(nn.Embedding):
+    """Embedding that changes its rows in a way that it does not state."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up and multiply."""
+        return super().forward(tokens) * 2
+
+
+@pytest.mark.parametrize("factor", [3.0, torch.tensor(3.0)])
+def test_the_term_of_a_scaled_embedding_is_scaled(factor: float | Tensor) -> None:
+    model, method = tuned(embedding=Scaled(factor))
+    expected = model()
+    method.merge(model)
+    torch.testing.assert_close(model(), expected)
+
+
+def test_an_embedding_with_an_unknown_forward_is_refused() -> None:
+    with pytest.raises(BuildError, match="the embedding 'embedding' is a Doubled, whose own forward may change"):
+        tuned(embedding=Doubled(7, 5))
+    Lora(LoraConfig(r=2, targets=("head",))).inject(Model(embedding=Doubled(7, 5)))
 
 
 def test_the_loss_with_the_term_has_a_slot_of_its_own_size() -> None:

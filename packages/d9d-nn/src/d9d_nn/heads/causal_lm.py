@@ -5,7 +5,7 @@ Shapes: B samples, S positions, H features, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -94,13 +94,7 @@ class CausalLMHead(nn.Module):
         self.register_parameter("weight", nn.Parameter(torch.empty(vocabulary, hidden_size)) if whole else None)
         for name, words in self._parts.items():
             add_part(self, name, VocabularyWeight(words, hidden_size, std=std))
-        facts: dict[str, Any] = {"features": hidden_size, "vocabulary": vocabulary}
-        if softcap is None:
-            shared = ["vocabulary_parallel_cross_entropy"]
-            self.linear_cross_entropy = OpSlot("linear_cross_entropy", linear_cross_entropy, instead=shared, **facts)
-        else:  # with a cap, the op has another name, so that no backend can ignore the cap
-            function = partial(linear_cross_entropy, softcap=softcap)
-            self.linear_cross_entropy = OpSlot("capped_linear_cross_entropy", function, **facts)
+        self.linear_cross_entropy = self.loss_slot(hidden_size, ["vocabulary_parallel_cross_entropy"])
         self._ranked: set[str] = set()
         self._share: VocabularyShare | None = None
         self.reset_parameters()
@@ -109,6 +103,19 @@ class CausalLMHead(nn.Module):
         """Draw the weight from N(0, std); a tied head or a head with added tokens has no own weight."""
         if self.weight is not None:
             nn.init.normal_(self.weight, std=self.std)
+
+    def loss_slot(self, features: int, instead: Sequence[str] = ()) -> OpSlot:
+        """Make a slot of the op that computes projection and loss, with this head's vocabulary and soft cap.
+
+        Args:
+            features: number of features of the hidden states.
+            instead: ops that a strategy may put in place of the op; see :class:`~d9d_core.kernel.OpSlot`.
+        """
+        facts: dict[str, Any] = {"features": features, "vocabulary": self.vocabulary}
+        if self.softcap is None:
+            return OpSlot("linear_cross_entropy", linear_cross_entropy, instead=instead, **facts)
+        # With a cap, the op has another name, so that no backend can ignore the cap.
+        return OpSlot("capped_linear_cross_entropy", partial(linear_cross_entropy, softcap=self.softcap), **facts)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slot of the op that computes projection and loss, such as ``linear_cross_entropy``."""

@@ -59,7 +59,12 @@ def sites_of(stage: nn.Module, linear: type[Adapted] = AdaptedLinear) -> dict[st
         return found
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
-            add = partial(_refuse_tied, name) if tied else partial(_adapt, module, kinds, AdaptedEmbedding)
+            if tied:
+                add = partial(_refuse_tied, name)
+            elif type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale"):
+                add = partial(_adapt, module, kinds, AdaptedEmbedding)
+            else:
+                add = partial(_refuse_own_forward, name, module)
             found[name] = _site(module, module.weight, add)
         elif isinstance(module, CausalLMHead) and module.weight is not None:
             found[name] = _site(module, module.weight, partial(_adapt, module, kinds, AdaptedHead))
@@ -82,6 +87,13 @@ def _adapt(module: nn.Module, kinds: dict[type, type], how: type[Adapted], sizes
 
 def _add_to_bank(terms: nn.ModuleDict, bank: str, weight: Tensor, sizes: Sizes) -> None:
     terms[bank] = GroupedTerm(weight, *sizes)
+
+
+def _refuse_own_forward(name: str, module: nn.Module, _: Sizes) -> None:
+    raise BuildError(
+        f"peft.targets: the embedding '{name}' is a {type(module).__name__}, whose own forward may change the rows, "
+        "so an update of its output would differ from the merged weight; exclude it"
+    )
 
 
 def _refuse_tied(name: str, _: Sizes) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from d9d_core.kernel import OpSlot
 from d9d_nn.linear import Linear
-from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy
+from d9d_nn.ops.linear_cross_entropy import capped
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -44,7 +44,11 @@ class FeatureFactor(Linear):
 
 
 class AdaptedEmbedding(Adapted):
-    """Mixin that adds LoRA without dropout to an embedding: ``W[token] + scale * B A[token]``."""
+    """Mixin that adds LoRA without dropout to an embedding: ``W[token] + scale * B A[token]``.
+
+    If the embedding multiplies its output by its attribute ``embed_scale``, as some of transformers do, the update is
+    multiplied, too.
+    """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
         f"{EMBEDDING_A}.weight": (EMBEDDING_A, True),
@@ -66,8 +70,11 @@ class AdaptedEmbedding(Adapted):
         own: Tensor = super().forward(tokens)  # type: ignore[misc]
         if self.lora_off:
             return own
-        term: Tensor = self.lora_embedding_B(self.lora_embedding_A(tokens))
-        return own + term * self.lora_scale
+        term: Tensor = self.lora_embedding_B(self.lora_embedding_A(tokens)) * self.lora_scale
+        factor = getattr(self, "embed_scale", None)
+        if factor is not None:
+            term = term * (factor.to(term.dtype) if isinstance(factor, Tensor) else factor)
+        return own + term
 
     def lora_merged(self, weight: Tensor) -> Tensor:
         """Weight [V, H] with the update added, in the same dtype."""
@@ -87,9 +94,11 @@ class AdaptedHead(Adapted):
     }
     weight: nn.Parameter
     training: bool
+    softcap: float | None
     lora_head_A: Down  # noqa: N815 - A and B as in the peft library
     lora_head_B: WordFactor  # noqa: N815
     lora_cross_entropy: OpSlot
+    loss_slot: Callable[[int], OpSlot]
     of_tokens: Callable[[OpSlot, Tensor, Tensor, Tensor], dict[str, Tensor]]
 
     def lora_add(self, rank: int) -> None:
@@ -98,9 +107,7 @@ class AdaptedHead(Adapted):
         with torch.device(self.weight.device):
             self.lora_head_A = Down(features, rank, std=0.0).to(self.weight.dtype)
             self.lora_head_B = WordFactor(words, rank).to(self.weight.dtype)
-        self.lora_cross_entropy = OpSlot(
-            "linear_cross_entropy", linear_cross_entropy, features=features + rank, vocabulary=words
-        )
+        self.lora_cross_entropy = self.loss_slot(features + rank)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Op slots of the head, and the op slot of the loss with the update."""
@@ -120,7 +127,7 @@ class AdaptedHead(Adapted):
         inner = self.lora_head_A(dropped(hidden, self.lora_dropout, self.training)) * self.lora_scale
         if targets is None:
             term = functional.linear(inner, self.lora_head_B.weight)
-            return {"logits": functional.linear(hidden, self.weight) + term}
+            return {"logits": capped(functional.linear(hidden, self.weight) + term, self.softcap)}
         wide = torch.cat([hidden, inner.to(hidden.dtype)], dim=-1)
         weight = torch.cat([self.weight, self.lora_head_B.weight], dim=-1)
         return self.of_tokens(self.lora_cross_entropy, wide, weight, targets)
