@@ -47,7 +47,7 @@ def test_observations_that_the_metric_of_preferences_lacks_are_named() -> None:
     with pytest.raises(JobError) as error:
         metric.update({"chosen_rewards": torch.ones(1), "loss": torch.ones(1)})
     assert str(error.value) == (
-        "metrics: preference needs rejected_rewards, but the task's observe() returns only chosen_rewards, loss; "
+        "metrics: preference needs rejected_rewards, but the task's observations() returns only chosen_rewards, loss; "
         "remove the metric, or use the task dpo"
     )
     with pytest.raises(JobError, match="needs chosen_rewards and rejected_rewards, .* returns only nothing"):

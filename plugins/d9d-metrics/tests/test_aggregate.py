@@ -84,7 +84,7 @@ def test_sums_are_wider_than_what_is_observed() -> None:
             "mean",
             {},
             {"token_loss": VALUES},
-            "mean needs 'v', which the task's observe() does not return; it returns: token_loss",
+            "mean needs 'v', which the task's observations() does not return; it returns: token_loss",
         ),
         ("mean", {"values": "tokenloss"}, {"token_loss": VALUES}, "did you mean 'token_loss'?"),
         (

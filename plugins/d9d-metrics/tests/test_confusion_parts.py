@@ -161,9 +161,9 @@ def test_observations_that_are_missing_are_named_with_what_there_is() -> None:
     for observed, end in (
         (
             {"labels": one, "a": one},
-            "'label', which the task's observe() does not return; did you mean 'labels'? it returns: a, labels",
+            "'label', which the task's observations() does not return; did you mean 'labels'? it returns: a, labels",
         ),
-        ({}, "'label', which the task's observe() does not return; it returns: nothing"),
+        ({}, "'label', which the task's observations() does not return; it returns: nothing"),
     ):
         with pytest.raises(JobError) as error:
             read(observed, "label", "m")

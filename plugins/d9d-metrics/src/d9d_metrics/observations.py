@@ -29,7 +29,8 @@ def read(observations: Mapping[str, Tensor], name: str, metric: str) -> Tensor:
         hint = f"did you mean '{near}'? " if near else ""
         has = ", ".join(sorted(observations)) or "nothing"
         raise JobError(
-            f"metrics: {metric} needs '{name}', which the task's observe() does not return; {hint}it returns: {has}"
+            f"metrics: {metric} needs '{name}', which the task's observations() does not return; {hint}it "
+            f"returns: {has}"
         )
     return observations[name]
 

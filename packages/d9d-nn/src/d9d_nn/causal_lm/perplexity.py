@@ -40,8 +40,8 @@ class Perplexity:
         """
         if missing := {"token_loss", "targets"} - observations.keys():
             raise JobError(
-                f"metrics: perplexity needs {' and '.join(sorted(missing))}, but the task's observe() returns only "
-                f"{', '.join(observations) or 'nothing'}; remove the metric, or use the task causal_lm"
+                f"metrics: perplexity needs {' and '.join(sorted(missing))}, but the task's observations() returns "
+                f"only {', '.join(observations) or 'nothing'}; remove the metric, or use the task causal_lm"
             )
         token_loss, targets = observations["token_loss"], observations["targets"]
         predicted = targets != IGNORE

@@ -42,8 +42,8 @@ class PreferenceMetric:
         """
         if missing := set(_READS) - observations.keys():
             raise JobError(
-                f"metrics: preference needs {' and '.join(sorted(missing))}, but the task's observe() returns only "
-                f"{', '.join(observations) or 'nothing'}; remove the metric, or use the task dpo"
+                f"metrics: preference needs {' and '.join(sorted(missing))}, but the task's observations() returns "
+                f"only {', '.join(observations) or 'nothing'}; remove the metric, or use the task dpo"
             )
         chosen, rejected = (observations[name] for name in _READS)
         dtype = wide_dtype(chosen.device)

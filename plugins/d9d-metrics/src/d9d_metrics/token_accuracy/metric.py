@@ -36,8 +36,8 @@ class TokenAccuracy(AccumulatedMetric):
         if self.config.ranks == "token_ranks" and "token_ranks" not in observations:
             raise JobError(
                 "metrics: token_accuracy reads 'token_ranks', which the head of a language model from d9d-nn computes "
-                "when a metric of the job reads it; this model has another head, and the task's observe() returns: "
-                f"{', '.join(sorted(observations)) or 'nothing'}"
+                "when a metric of the job reads it; this model has another head, and the task's observations() "
+                f"returns: {', '.join(sorted(observations)) or 'nothing'}"
             )
         ranks = read(observations, self.config.ranks, self.config.name)
         predicted = ranks >= 0
