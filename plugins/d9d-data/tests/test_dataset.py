@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import torch
 from d9d_core.data import DataContext
 from d9d_core.errors import DataError
 from d9d_data.dataset.config import DatasetConfig
+from d9d_data.dataset.items import Items
 from d9d_data.dataset.stream import build_dataset
 from d9d_testing.suites.dataset import DatasetSuite
 from d9d_testing.suites.support.component import build_component
@@ -232,6 +233,21 @@ def test_buckets_visit_every_item_once_an_epoch_in_packs_of_similar_length(sampl
         pack = [int(n) for microbatch in unsorted.next_pack() for n in microbatch["lengths"]]
         plain.append(max(pack) - min(pack))
     assert sum(spreads) < sum(plain)
+
+
+def test_the_sizes_of_a_window_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = opened("sized", 8, bucket_window=24)
+    asked: list[int] = []
+    known = Items.sizes
+
+    def sizes(items: Items, indices: Sequence[int]) -> Any:
+        asked.extend(indices)
+        return known(items, indices)
+
+    monkeypatch.setattr(Items, "sizes", sizes)
+    for _ in range(5):
+        stream.next_pack()
+    assert sorted(asked) == list(range(40))
 
 
 def test_the_dataset_may_know_more(tmp_path: Path) -> None:

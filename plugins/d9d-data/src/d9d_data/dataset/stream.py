@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +141,14 @@ class DatasetPacks:
         order: order of the samples before sorting.
         layout: layout of the packs.
         window: number of samples sorted together; ``None`` for no sorting.
+        sorted: samples of the last sorted window, in the order of its packs, by epoch and number of the window.
     """
 
     items: Items
     order: SampleOrder
     layout: Layout
     window: int | None
+    sorted: dict[tuple[int, int], Int64] = field(default_factory=dict, compare=False)
 
     def pack_at(self, consumed: int) -> Arrays:
         """Microbatches of a pack (the samples of a step): mappings of field names to arrays [B, ...]."""
@@ -173,12 +175,15 @@ class DatasetPacks:
             return taken[np.argsort(self.items.sizes(taken.tolist()), kind="stable")]
         begun = -epoch * samples % size  # samples of this epoch in the pack that spans its beginning
         number, within = divmod(place - begun, window)
-        first = begun + number * window
-        count = min(window, (samples - first) // size * size)
-        taken = self.order.take(epoch * samples + first, count)
-        key = f"seed {self.order.seed} packs of window {number} of epoch {epoch}" if self.order.shuffle else None
-        packs = sorted_packs(self.items.sizes(taken.tolist()), size, key)
-        return taken[packs[within : within + size]]
+        if (epoch, number) not in self.sorted:  # sizes may cost reading all items of the window
+            first = begun + number * window
+            count = min(window, (samples - first) // size * size)
+            taken = self.order.take(epoch * samples + first, count)
+            key = f"seed {self.order.seed} packs of window {number} of epoch {epoch}" if self.order.shuffle else None
+            packs = sorted_packs(self.items.sizes(taken.tolist()), size, key)
+            self.sorted.clear()
+            self.sorted[epoch, number] = taken[packs]
+        return self.sorted[epoch, number][within : within + size]
 
 
 def _check_window(config: DatasetConfig, items: Items, batch_size: int) -> None:
