@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -315,10 +316,28 @@ def test_a_sound_job_passes(campaign: ModuleType, tmp_path: Path, case: str) -> 
     assert [(verdict.layout, verdict.diverged) for verdict in found if not verdict.passed] == []
 
 
-def test_what_faults_replace_is_still_there(campaign: ModuleType) -> None:
+class Checked(pytest.MonkeyPatch):
+    """Replaces functions only by functions that take the same optional arguments, which callers may give by name."""
+
+    def setattr(self, target: Any, name: Any, value: Any = None, raising: bool = True) -> None:
+        """Compare the signatures, and replace."""
+        old = getattr(target, name)
+        if callable(old) and not isinstance(old, type):
+            optional = {
+                one.name
+                for one in inspect.signature(old).parameters.values()
+                if one.kind is one.KEYWORD_ONLY or one.default is not one.empty
+            }
+            taken = inspect.signature(value).parameters
+            if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+                assert optional <= taken.keys(), f"{value.__qualname__} lacks arguments of {old.__qualname__}"
+        super().setattr(target, name, value, raising)
+
+
+def test_what_faults_replace_is_still_there_and_takes_the_same_arguments(campaign: ModuleType) -> None:
     """Else they break a job in another way than they say; their changes of a trainer show when they run."""
     for name in campaign.FAULTS:
-        with pytest.MonkeyPatch.context() as patch:
+        with Checked.context() as patch:
             campaign.fault_named(name)(None, patch)
 
 

@@ -79,4 +79,4 @@ def stale_copy(_job: Job, patch: Patch) -> None:
 def tie_counted_twice(_job: Job, patch: Patch) -> None:
     """The gradient norm counts the embedding once for each rank with a copy."""
     find = build.find_ties  # type: ignore[attr-defined]
-    patch.setattr(build, "find_ties", lambda *given: replace(find(*given), elsewhere=frozenset()))
+    patch.setattr(build, "find_ties", lambda *given, **more: replace(find(*given, **more), elsewhere=frozenset()))

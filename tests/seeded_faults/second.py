@@ -71,10 +71,10 @@ def unloaded_buffers(_job: Job, patch: Patch) -> None:
     """One rank does not load the selection bias of its experts when it resumes."""
     load_into = Checkpoint.load_into
 
-    def partly(self: Any, tensors: Any, scope: str = "", *rest: Any) -> None:
+    def partly(self: Any, tensors: Any, scope: str = "", **more: Any) -> None:
         if is_last():
             tensors = {name: t.clone() if name.endswith("bias") else t for name, t in tensors.items()}
-        load_into(self, tensors, scope, *rest)
+        load_into(self, tensors, scope, **more)
 
     patch.setattr(Checkpoint, "load_into", partly)
 
@@ -83,8 +83,8 @@ def crossed_moments(_job: Job, patch: Patch) -> None:
     """One rank loads its second moments from the first ones."""
     load_into = Checkpoint.load_into
 
-    def crossed(self: Any, tensors: Any, scope: str = "", *rest: Any) -> None:
-        load_into(self, tensors, scope, *rest)
+    def crossed(self: Any, tensors: Any, scope: str = "", **more: Any) -> None:
+        load_into(self, tensors, scope, **more)
         if scope == "optimizer/" and is_last():
             for name, tensor in tensors.items():
                 first = tensors.get(name.replace("exp_avg_sq", "exp_avg"))
@@ -414,8 +414,8 @@ def swapped_positions(_job: Job, patch: Patch) -> None:
     """Gathered positions are in the order of the ranks from the last to the first."""
     gather = forwards.gather
 
-    def swapped(tensor: Tensor, ranks: Any, *, summed: bool) -> Tensor:
-        return torch.cat(gather(tensor, ranks, summed=summed).chunk(ranks.size, dim=1)[::-1], dim=1)
+    def swapped(tensor: Tensor, ranks: Any, dim: int = 1, **more: Any) -> Tensor:
+        return torch.cat(gather(tensor, ranks, dim=dim, **more).chunk(ranks.size, dim)[::-1], dim)
 
     patch.setattr(forwards, "gather", swapped)
 
@@ -424,9 +424,9 @@ def unsummed_features(_job: Job, patch: Patch) -> None:
     """The products of row-wise layers are not summed over ranks."""
     scatter = forwards.scatter_sum
 
-    def own(tensor: Tensor, ranks: Any) -> Tensor:
-        scatter(tensor, ranks)
-        return tensor.chunk(ranks.size, dim=1)[ranks.rank] * ranks.size
+    def own(tensor: Tensor, ranks: Any, dim: int = 1) -> Tensor:
+        scatter(tensor, ranks, dim=dim)
+        return tensor.chunk(ranks.size, dim)[ranks.rank] * ranks.size
 
     patch.setattr(forwards, "scatter_sum", own)
 
@@ -446,7 +446,7 @@ def chunks_in_order(_job: Job, patch: Patch) -> None:
 def heads_in_reverse(_job: Job, patch: Patch) -> None:
     """Exchanged heads return in the reverse order."""
     call = ExchangedHeads.__call__
-    patch.setattr(ExchangedHeads, "__call__", lambda self, *given: call(self, *given).flip(2))
+    patch.setattr(ExchangedHeads, "__call__", lambda self, *given, **more: call(self, *given, **more).flip(2))
 
 
 # Pipelines.

@@ -41,7 +41,7 @@ def _leave(patch: Patch, *ends: str) -> None:
 def own_gradient_of_hidden_states(_job: Job, patch: Patch) -> None:
     """Each rank keeps its slice of the gradients of gathered positions, without a sum over ranks."""
     gather = forwards.gather
-    patch.setattr(forwards, "gather", lambda tensor, ranks, *, summed: gather(tensor, ranks, summed=False))
+    patch.setattr(forwards, "gather", lambda *given, **more: gather(*given, **more | {"summed": False}))
 
 
 def own_logit_of_the_target(_job: Job, patch: Patch) -> None:
@@ -86,4 +86,4 @@ def positions_of_another(_job: Job, patch: Patch) -> None:
 
 def norm_of_the_first_share(_job: Job, patch: Patch) -> None:
     """The gradient norm counts only gradients of the first rank of tp."""
-    patch.setattr(clip, "counts", lambda _parameter, topology, _view=None: topology.coordinate["tp"] == 0)
+    patch.setattr(clip, "counts", lambda _parameter, topology, *_, **__: topology.coordinate["tp"] == 0)

@@ -23,7 +23,7 @@ class Contender:
 
     Attributes:
         step: forward, loss, backward, clipping and update of the next microbatch; returns the loss, on the device.
-        parameters: number of the model's parameters, without those of LoRA.
+        parameters: number of the model's parameters, without the parameters of LoRA.
         trained: number of trained parameters, if some are frozen.
         versions: versions of its libraries.
         remarks: notes for readers of the table.
