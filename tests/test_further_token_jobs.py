@@ -97,5 +97,5 @@ def test_an_export_keeps_the_layers_and_is_tuned_with_or_without_them(job: Calla
     assert kept.keys() == exported.keys()
     assert not kept["model.layers.4.self_attn.o_proj.weight"].equal(exported["model.layers.4.self_attn.o_proj.weight"])
     notes = train(tmp_path, job(model=tuned | {"mtp": {"depths": 0}}, steps=1), "none")
-    assert any("left out, as the model has no place for it: model.layers.*" in note for note in notes)
+    assert any("left out, as the model has no such tensors: model.layers.*" in note for note in notes)
     assert "loss/mtp_loss_1" not in losses(tmp_path, "none")[0]

@@ -82,7 +82,7 @@ def test_parts_are_mixed_over_four_axes(table: ModuleType, tmp_path: Path) -> No
         ),
         (
             {"dp_shard": 2}, [{"name": "fsdp", "match": ["layers.*"]}, {"name": "replicate", "match": ["*.ffn"]}],
-            r"parallel\[0\] \(fsdp\) and parallel\[1\] \(replicate\) both act on layers.0.ffn; give each entry other",
+            r"parallel\[0\] \(fsdp\) and parallel\[1\] \(replicate\) both act on layers.0.ffn; give each entry",
         ),
         (
             {"dp_shard": 2}, ["fsdp", {"name": "fsdp", "match": ["layers.0"]}],

@@ -78,7 +78,7 @@ def test_new_heads_are_named_and_an_adapter_goes_on_top(run: Path) -> None:
     job = values(run.parents[1], run, task={"name": "causal_lm", "head": "words"}, export=False)
     job["model"] |= {"heads": heads, "tie_embeddings": False}
     Job.from_values(job | {"run": {"dir": str(run.parent), "name": "heads"}}).build(notes.append)
-    assert any("not in it, initialised at random: heads.topic" in note for note in notes)
+    assert any("not in the source, initialised at random: heads.topic" in note for note in notes)
     adapted = started(run, run, peft=LORA | {"init_from": str(run / "adapter")})
     plain = started(run, run)
     assert {name for name in adapted if "lora_" in name} == adapted.keys() - plain.keys()

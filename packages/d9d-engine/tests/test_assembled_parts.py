@@ -319,8 +319,8 @@ def test_weights_are_loaded_once_for_equal_ranks_or_by_each(
     assert bars == [(("loading weights", 40), {"shown": True})]
     assert notes == [
         f"pretrained: 1 tensors from there (0.50 GiB in 2.0 s, 0.25 GiB/s{' here' if once else ''})",
-        "pretrained: not in it, initialised at random: a, b",
-        "pretrained: left out, as the model has no place for it: x.* (2 tensors)",
+        "pretrained: not in the source, initialised at random: a, b",
+        "pretrained: left out, as the model has no such tensors: x.* (2 tensors)",
     ]
 
 

@@ -117,7 +117,7 @@ def test_the_last_version_is_told_as_such() -> None:
         run(7)
         run.log.after(FREE_STEPS + 1)
     (event,) = run.events
-    assert event.advice.startswith("last recompilation: from 3 versions on it runs uncompiled; ")
+    assert event.advice.startswith("last recompilation: from 3 versions on this code runs uncompiled; ")
 
 
 def test_steps_without_compilation_are_silent() -> None:

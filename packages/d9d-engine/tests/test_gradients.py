@@ -64,7 +64,7 @@ def test_axes_of_one_rank_and_frozen_parameters_need_no_owner() -> None:
 
 
 def test_a_claim_over_an_axis_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(BuildError, match="s reduces 'a' over 'dp'; name one of the axes "):
+    with pytest.raises(BuildError, match="s reduces 'a' over the unknown axis 'dp'; name one of "):
         settle(["a"], Topology(sizes=SIZES), [("s", claiming(GradientOwner("a", "dp", "sync")))])
 
 
@@ -83,7 +83,9 @@ def test_a_parameter_of_a_view_is_summed_over_what_the_view_leaves() -> None:
     assert ("ep", "none", ("e",)) in owned.table()
     assert "dp_shard" not in owned.owners["e"]
     other = claiming(GradientOwner("e", "elsewhere", "fsdp"))
-    with pytest.raises(BuildError, match="fsdp reduces 'e' over 'elsewhere'; name one of the axes .*expert_fsdp"):
+    with pytest.raises(
+        BuildError, match="fsdp reduces 'e' over the unknown axis 'elsewhere'; name one of .*expert_fsdp"
+    ):
         settle(["a", "e"], topology, [("expert_parallel", spread), ("fsdp", other)])
 
 

@@ -257,7 +257,7 @@ def test_the_last_process_has_to_end_soon_after_the_first(world: Callable[[int],
     assert made.now == 13
     (rank,) = ended.failed
     assert rank.number == 1
-    assert rank.failure == Failure("error: rank 1 did not end within 10 s (timeouts.startup) after another one")
+    assert rank.failure == Failure("error: rank 1 did not end within 10 s (timeouts.startup) after another rank")
     assert made.processes[1].signals == [signal.SIGKILL]
 
 
@@ -305,7 +305,7 @@ def test_the_cause_is_a_failure_of_its_own_then_a_signal_then_an_exit(monkeypatc
         ("rank 2 (dp 0) on host ended with exit status 7, without an error of its own", 7),
         ("connection closed", 1),
         (
-            "rank 0 (dp 0) on host ended with exit status 1, because rank 3 failed; its machine says why",
+            "rank 0 (dp 0) on host ended with exit status 1, because rank 3 failed; the launcher of that rank says why",
             1,
         ),
     ]

@@ -266,7 +266,7 @@ def test_metrics_can_come_and_go_between_resumes(job: MakeJob) -> None:
     quiet(job("steps=6", metrics=[])).train()
     trainer, notes = noted(job("steps=9"))
     trainer.train()
-    assert "warning: metric 'toy_metric' is not in step-00000006 and starts anew" in notes
+    assert "warning: metric 'toy_metric' has no fitting state in step-00000006 and starts anew" in notes
 
 
 def test_after_a_damaged_checkpoint_new_ones_are_kept(job: MakeJob) -> None:

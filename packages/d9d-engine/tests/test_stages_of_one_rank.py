@@ -183,7 +183,7 @@ def test_names_of_inputs_and_outputs_are_told_apart() -> None:
         both = True
 
     with pytest.raises(
-        BuildError, match="^stage 0 gets the input x twice, from its first inputs and from the task's shared"
+        BuildError, match="^stage 0 gets the input x twice, from the task's first inputs and from the task's shared"
     ):
         Parts(Both()).executor.run(0, PACK, SCALE)
 

@@ -176,7 +176,9 @@ def test_terms_with_two_meanings_are_refused() -> None:
         auxiliary(Balance((0, 0)), Balance((0, 0), coefficient=0.5))
     task = Task()
     task.coefficients["spread"] = 1.0
-    with pytest.raises(BuildError, match="module '0' adds a loss term 'spread', but the task has one; rename it"):
+    with pytest.raises(
+        BuildError, match="module '0' adds a loss term 'spread', but the task has this term, too; rename one"
+    ):
         auxiliary(Balance((0, 0)), task=task)
 
 

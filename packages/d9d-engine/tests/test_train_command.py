@@ -76,12 +76,12 @@ def test_processes_of_several_machines_are_started_on_each(invoked: Any, tmp_pat
         (("--nodes", "2", "--nproc", "1"), "--node-rank and --master are missing"),
         (("--master", "a", "--node-rank", "0", "--nproc", "1"), "--nodes is missing"),
         (("--nodes", "1", "--node-rank", "0", "--master", "a"), "leave out --nodes"),
-        (("--nodes", "2", "--node-rank", "2", "--master", "a"), "give 0 to 1, another on each machine"),
+        (("--nodes", "2", "--node-rank", "2", "--master", "a"), "give 0 to 1, a different one on each machine"),
         (("--nodes", "2", "--node-rank", "0", "--master", ":5"), "is not HOST or HOST:PORT"),
         (("--nodes", "2", "--node-rank", "0", "--master", "a:99999"), "is not HOST or HOST:PORT"),
         (("--nodes", "2", "--node-rank", "0", "--master", "a:b"), "is not HOST or HOST:PORT"),
         (("--nodes", "2", "--node-rank", "0", "--master", "a", "--max-restarts", "1"), "cannot start again together"),
-        (("--nodes", "2", "--node-rank", "0", "--master", "a", "--alone"), "leave it out"),
+        (("--nodes", "2", "--node-rank", "0", "--master", "a", "--alone"), "leave out --alone"),
     ],
 )
 def test_wrong_options_of_several_machines_are_errors(invoked: Any, words: tuple[str, ...], said: str) -> None:

@@ -316,7 +316,7 @@ def test_a_rank_that_fails_frees_the_others_and_alone_tells(world: Callable[...,
 @pytest.mark.full
 def test_an_unreachable_rank_0_is_a_message() -> None:
     lonely = ProcessEnv(1, 2, 0, 1, "node-b", "slurm", ("127.0.0.1", free_port()))
-    text = "rank 1 on node-b cannot meet the others at 127.0.0.1:.* within 1 s"
+    text = "rank 1 on node-b cannot meet the other ranks at 127.0.0.1:.* within 1 s"
     with (
         pytest.raises(TrainingError, match=text),
         joined(lonely, CPU, identity(), sizes(2), {**TIMEOUTS, "startup": 1.0}),

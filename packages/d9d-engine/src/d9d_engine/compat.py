@@ -20,8 +20,8 @@ __all__ = [
 def prepare_fsdp_gradients(root: nn.Module, *, recurse: bool = True) -> None:
     """Make every FSDP2 unit under ``root`` count a missing gradient as zeros, and accumulate in ``Tensor.grad_dtype``.
 
-    FSDP2 reduces the gradients that exist on a rank. If a parameter has one on some ranks only, ranks would reduce
-    buffers of different sizes: wrong sums or a hang. Call this function once for each unit.
+    FSDP2 reduces the gradients that exist on a rank. If a parameter has a gradient on some ranks only, ranks would
+    reduce buffers of different sizes: wrong sums or a hang. Call this function once for each unit.
 
     Args:
         root: module with units; may be a unit.
@@ -68,10 +68,10 @@ def reduce_fsdp_gradients(root: FSDPModule) -> None:
 
 
 def settle_fsdp_reduction(group: Any, kept: Any, event: torch.Event | None, stream: Any) -> None:
-    """Register a reduce-scatter that ran instead of FSDP2's own with an ``FSDPParamGroup``.
+    """Tell an ``FSDPParamGroup`` that a reduce-scatter runs in place of FSDP2's own.
 
-    FSDP2 then waits for this reduction before its next one and at the end of the backward. The current stream waits
-    for the previous reduction, whose tensors are released.
+    FSDP2 then waits for this reduce-scatter before FSDP2's next reduction and at the end of the backward. The current
+    stream waits for the previous reduction, whose tensors are released.
 
     Args:
         group: the ``FSDPParamGroup`` whose gradients are reduced.

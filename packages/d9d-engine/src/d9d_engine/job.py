@@ -1,8 +1,10 @@
-"""Python interface to jobs: load, plan, build and train.
+"""Python interface to jobs.
 
-from d9d_engine.job import Job
+Load, plan, build and train a job::
 
-Job.load("job.yaml").build().train()
+    from d9d_engine.job import Job
+
+    Job.load("job.yaml").build().train()
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Job(JoinsProcesses, JobFile):
             rank: rank to plan for.
 
         Raises:
-            D9dError: the job cannot run, or ``rank`` is not below ``world_size``.
+            D9dError: the job cannot run, or ``rank`` is not one of the ``world_size`` ranks.
         """
         size = self.mesh.world_size if world_size is None else world_size
         selection = self.check_layout(size)

@@ -67,7 +67,7 @@ class JoinsProcesses(LoadedJob):
         """
         if topology is None and (started := self._started()) > 1 and self.mesh.world_size == started:
             raise JobError(
-                f"this process is one of {started} that a launcher started, and has not joined the others; write\n"
+                f"this process is one of {started} that a launcher started, and has not joined the other ranks; write\n"
                 "    with job.joined() as topology:\n"
                 "        job.build(topology=topology)"
             )
@@ -90,10 +90,12 @@ class JoinsProcesses(LoadedJob):
 
         Args:
             env: rank and sizes of this process; by default, read from the environment variables of the launcher.
-            reporter: reports to the user why this rank failed; by default, an exception propagates out of the block.
+            reporter: tells the user why this rank failed, before the exception propagates out of the block; by
+                default, the exception only propagates.
 
         Raises:
-            D9dError: this rank has no device, ranks have different jobs or versions, or some ranks did not arrive.
+            D9dError: the mesh does not fit the number of processes or machines, this rank has no device, ranks have
+                different jobs or versions, or some ranks did not arrive.
         """
         env = env or ProcessEnv.from_environment(os.environ)
         if self.mesh.world_size != env.world_size:

@@ -17,7 +17,7 @@ def require_whole_groups(tp: int, nodes: int, processes: int) -> None:
     Args:
         tp: size of the mesh axis ``tp``.
         nodes: number of machines.
-        processes: number of processes on each.
+        processes: number of processes on each machine.
 
     Raises:
         JobError: a group would span machines of which it uses only a part.
@@ -39,7 +39,7 @@ def sizes_named(needed: int, nodes: int, processes: int, option: str) -> Iterato
     Args:
         needed: number of processes that the mesh needs.
         nodes: number of machines.
-        processes: number of processes on each.
+        processes: number of processes on each machine.
         option: option of the command line for ``processes``.
     """
     try:

@@ -1,6 +1,6 @@
 """Training loops of your own: stages with strategies, and their forward, backward and gradient sums, without a job.
 
-Start here: strategies are functions of modules, and :class:`OwnLoop` runs a step of them::
+Start here: functions apply strategies to the stages of a model, and :class:`OwnLoop` runs the training steps::
 
     torch.distributed.init_process_group()
     topology = topology_of(dp_shard=2)
@@ -71,7 +71,7 @@ __all__ = ["OwnLoop", "Stages", "build_schedule", "build_stages", "topology_of"]
 
 
 def topology_of(registry: Registry | None = None, **mesh: int) -> Topology:
-    """Topology of this process in the default process group, or of a single process without one.
+    """Topology of this process in the default process group; without a process group, of a single process.
 
     Args:
         registry: registry with the views of the mesh; by default, the installed plugins.
@@ -103,7 +103,7 @@ class LoopSchedule:
 
     Attributes:
         pipeline: assignment of stages to ranks, and the ranks' programs.
-        handlers: makes the handlers of the schedule's own actions, if it has any.
+        handlers: function that makes the handlers of the schedule's own actions; ``None`` if the schedule has none.
     """
 
     pipeline: Pipeline = field(default_factory=Pipeline)
@@ -138,7 +138,7 @@ class Stages:
         topology: topology of this process.
         here: index -> stage of this rank; on the meta device until :class:`OwnLoop` allocates it.
         schedule: schedule of the pipeline.
-        full: the whole model on the meta device, without strategies for stages of other ranks.
+        full: all stages of the model as one module; stages of other ranks stay on the meta device, without strategies.
         outlines: all stages but the last, on the meta device and without strategies.
         shared: name of each parameter that several stages have -> indices of these stages.
         applied: effects of the strategies, by stage.
@@ -227,9 +227,12 @@ class OwnLoop:
         registry: registry with the kernels; by default, the installed plugins.
 
     Raises:
-        BuildError: two strategies reduce one gradient, a strategy converts the parameters of a part of the model and
-            no other strategy the rest, a requested kernel refuses an op or has no op, the strategies stand in another
-            order than in a job, or none of them uses an axis of ``tp``, ``cp`` and ``ep`` that has several ranks.
+        BuildError: the strategies do not fit together: two of them reduce one gradient, one converts the parameters of
+            a part of the model and none converts the rest, they were applied in another order than in a job, none of
+            them uses an axis of ``tp``, ``cp`` and ``ep`` that has several ranks, or replicas would take their own
+            steps. Or another loop has allocated the stages, ``max_norm`` or ``kernels`` is invalid, a requested kernel
+            refuses its op, the model does not call the op, or ``cp`` has several ranks and the task cannot split
+            positions.
     """
 
     def __init__(
@@ -415,7 +418,7 @@ class OwnLoop:
 
 
 def _check_stages(stages: Stages, registry: Registry) -> None:
-    """Check the order of the strategies, and that one of them uses each axis over which layers are split.
+    """Check the order of the strategies, and that each axis over which layers are split is used by a strategy.
 
     Raises:
         BuildError: the stages are allocated already, a strategy came too late, or an axis is unused.

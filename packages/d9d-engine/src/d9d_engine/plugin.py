@@ -98,7 +98,7 @@ def d9d_health_checks() -> Iterator[HealthCheckSpec]:
     )
     yield HealthCheckSpec(
         name="network",
-        summary="whom runs of several processes trust",
+        summary="on which network interfaces runs of several processes listen",
         run=Ref("d9d_engine.cli.health:check_network"),
     )
 

@@ -16,7 +16,7 @@ __all__ = ["ProcessEnv"]
 Launcher = Literal["torchrun", "slurm", "mpi"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-#: One entry of a node list, such as ``rack[1-2]node[01-03,7]``.
+#: Pattern of one part of a node list, such as ``rack[1-2]node[01-03,7]``.
 _HOSTS = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
 #: Variables with rank, world size, local rank and local world size: Open MPI; MPICH and Intel MPI; PALS.
@@ -119,7 +119,9 @@ def expand_hosts(text: str) -> list[str]:
         JobError: the text is not a node list.
     """
     if not re.fullmatch(f"{_HOSTS}(,{_HOSTS})*", text):
-        raise JobError(f"SLURM_JOB_NODELIST: '{text}' is not a node list such as node[01-03,7],gpu2")
+        raise JobError(
+            f"SLURM_STEP_NODELIST or SLURM_JOB_NODELIST: '{text}' is not a node list such as node[01-03,7],gpu2"
+        )
     hosts = []
     for part in re.findall(_HOSTS, text):
         expanded = [""]
@@ -148,7 +150,9 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise JobError(f"SLURM_TASKS_PER_NODE: '{text}' is not a list of counts such as 4(x2),3")
+            raise JobError(
+                f"SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE: '{text}' is not a list of counts such as 4(x2),3"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -195,17 +199,17 @@ def _mpi_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def refuse_one_of_several_machines(environ: Mapping[str, str], arguments: Sequence[str]) -> str | None:
-    """Refuse to run alone if environment variables show that a launcher started the same command on several machines.
+    """Refuse to run as a single process if environment variables show that the job is meant for several processes.
 
     Args:
         environ: environment variables of a process without a rank.
         arguments: command-line arguments of ``d9d``, for the suggested command.
 
     Returns:
-        A warning if the variables do not tell whether there are several machines; else ``None``.
+        A warning if the variables do not tell whether the job has several machines; else ``None``.
 
     Raises:
-        JobError: this machine is one of several; the text has the command that starts all ranks.
+        JobError: the job is meant for several processes; the text has the command to start on each machine.
     """
     command = shlex.join(["-m", "d9d_core", *arguments])
     gpus = '"$SKYPILOT_NUM_GPUS_PER_NODE"' if _above_one(environ, "SKYPILOT_NUM_GPUS_PER_NODE", least=1) else "1"
@@ -220,7 +224,7 @@ def refuse_one_of_several_machines(environ: Mapping[str, str], arguments: Sequen
         raise JobError(_one_of_several(said, f"torchrun {options} {command}"))
     index = environ.get("JOB_COMPLETION_INDEX", "").strip()
     if index == "0":
-        return "warning: JOB_COMPLETION_INDEX is 0: if this job of Kubernetes has several pods, start torchrun in each"
+        return "warning: JOB_COMPLETION_INDEX is 0: if this Kubernetes job has several pods, start torchrun in each"
     if index.isdecimal():
         options = '--nnodes PODS --node-rank "$JOB_COMPLETION_INDEX" --nproc-per-node gpu'
         options += f" --master-addr HOST_OF_POD_0 --master-port {_PORT}"
@@ -236,7 +240,8 @@ def forget_launchers(environ: MutableMapping[str, str]) -> None:
 
 def _one_of_several(said: str, command: str) -> str:
     return (
-        f"{said}: this machine is one of several, and each would run the whole job alone. Start on each of them:\n"
+        f"{said}: the job is meant for several processes, but this command is one process that would run the whole "
+        "job alone. Start on each machine:\n"
         f"    {command}\n"
         f"{_LEFT}"
     )

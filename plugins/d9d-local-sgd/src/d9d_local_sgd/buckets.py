@@ -56,7 +56,7 @@ def means(
     """
     for names in buckets(tensors):
         flat = torch.cat([of(name).reshape(-1) for name in names])
-        if not flat.numel():  # this shard has no rows; that is so on all replicas
+        if not flat.numel():  # the shards of this rank are empty, on all replicas alike
             continue
         dist.all_reduce(flat, group=group)
         flat /= replicas

@@ -17,7 +17,7 @@ _OWN = {"local_sgd", "diloco"}
 def d9d_strategies() -> Iterator[StrategySpec]:
     """Declare the strategies ``local_sgd`` and ``diloco``."""
     for name, build, summary in (
-        ("local_sgd", "LocalSgd", "Replicas take their own optimizer steps; their parameters are averaged every few."),
+        ("local_sgd", "LocalSgd", "Replicas take their own optimizer steps; parameters are averaged every few steps."),
         ("diloco", "DiLoCo", "Replicas take their own optimizer steps; an outer optimizer applies their mean change."),
     ):
         yield StrategySpec(

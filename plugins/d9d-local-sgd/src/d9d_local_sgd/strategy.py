@@ -48,7 +48,7 @@ class MeetingCollectives:
     Attributes:
         stage: stage after all strategies.
         ranks: ranks that hold the same part of the model in all replicas.
-            period: number of steps between two averagings or outer steps.
+        period: number of steps between two averagings or outer steps.
     """
 
     stage: nn.Module

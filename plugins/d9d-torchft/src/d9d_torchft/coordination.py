@@ -28,11 +28,11 @@ class Coordinator(Protocol):
     """Coordinator of the replicas, used by the first rank of each replica."""
 
     def quorum(self, member: Member, seconds: float, stops: Callable[[], bool]) -> Sequence[Member] | None:
-        """Members of the next attempt, this replica included; waits until the other replicas call it, too.
+        """Members of the next attempt, this replica included; waits until the other replicas ask, too.
 
         Args:
             member: this replica.
-            seconds: longest time to wait, in seconds.
+            seconds: longest time to wait.
             stops: function that tells whether to stop waiting; the result is ``None`` then.
 
         Raises:

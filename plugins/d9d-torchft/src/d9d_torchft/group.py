@@ -41,7 +41,7 @@ class ReplicaGroup:
         lives: function that tells whether the member with an index is alive; called for members that do not connect.
 
     Raises:
-        RuntimeError: the members did not connect in time.
+        RuntimeError: a member died, or the members did not connect in time.
     """
 
     def __init__(

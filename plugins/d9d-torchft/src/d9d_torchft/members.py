@@ -90,7 +90,7 @@ def donors(members: Sequence[Member]) -> list[Member]:
 
 
 def sources(members: Sequence[Member]) -> dict[str, str]:
-    """Map each replica that must take its state from another to that other replica; takers are spread over all donors.
+    """Map each replica that must take a state to the replica that gives it; takers are spread over all donors.
 
     Args:
         members: members of a quorum, sorted by name.

@@ -154,8 +154,8 @@ class TorchFTReplicas:
         own = next((one for one in members if one.name == opened.settings.replica), None)
         if own is None or own.incarnation != opened.incarnation:
             raise TrainingError(
-                f"another process is the replica '{opened.settings.replica}'; give each replica another name "
-                "(D9D_TORCHFT_REPLICA), and each job another lighthouse"
+                f"another process is the replica '{opened.settings.replica}'; give each replica its own name "
+                "(D9D_TORCHFT_REPLICA), and each job its own lighthouse"
             )
         for one in members:
             if len(one.servers) != self._topology.world_size:
@@ -165,7 +165,7 @@ class TorchFTReplicas:
                 )
 
     def _attempted(self, opened: _Opened, members: Sequence[Member], live: LiveState) -> Attempt | None:
-        """Connect the members, and take another's state if necessary; ``None`` if a member was lost meanwhile."""
+        """Connect the members, and take a member's state if necessary; ``None`` if a member was lost meanwhile."""
         name, key = opened.settings.replica, key_of(members)
         names = tuple(one.name for one in members)
         self._lost = False
@@ -293,7 +293,7 @@ class _Opened:
 
 
 def all_ranks(topology: Topology, held: bool) -> bool:
-    """Whether ``held`` is true on all ranks of this replica. Collective over them."""
+    """Whether ``held`` is true on all ranks of this replica. Collective over these ranks."""
     group = topology.axes_group(*_AXES)
     if group is None:
         return held

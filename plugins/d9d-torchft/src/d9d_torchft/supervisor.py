@@ -24,7 +24,7 @@ from d9d_torchft.settings import LIGHTHOUSE, LOOPBACK, REPLICA, TOKEN_FILE
 _JOB_ERROR = 2
 #: Seconds between two checks of the replicas, and seconds within which the lighthouse must start.
 _TICK, _START = 0.05, 120.0
-#: Seconds after the end of the first replica within which the others must end.
+#: Seconds after the first replica has finished the job within which the other replicas must end.
 _LAST = 60.0
 #: Seconds to wait for the last lines of a replica that has ended.
 _FORWARD = 5.0
@@ -70,6 +70,9 @@ class Supervisor:
         """Start everything, and wait until the replicas have ended; return the exit status.
 
         0 if a replica has finished the job, 75 if the replicas were asked to stop, 2 after an error in the job, else 1.
+
+        Raises:
+            LaunchError: the lighthouse did not start, or has died.
         """
         with _token_file() as token:
             previous = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -92,7 +95,7 @@ class Supervisor:
     def _supervised(self, environ: Mapping[str, str], lighthouse: subprocess.Popen[str]) -> int:
         for name in self._names:
             self.replicas[name] = Replica(name, self._started(name, environ))
-        last: float | None = None  # time until which the others may end after the first one has finished
+        last: float | None = None  # time until which the other replicas may end after the first one has finished
         while True:
             statuses = {one.name: one.process.poll() for one in self.replicas.values()}
             if _JOB_ERROR in statuses.values():
@@ -165,7 +168,7 @@ def started_lighthouse() -> LighthouseProcess:
     """Start a lighthouse at a free port of the loopback.
 
     Raises:
-        LaunchError: it did not start.
+        LaunchError: the lighthouse did not start.
     """
     command = [sys.executable, "-m", "d9d_core", "torchft", "lighthouse", "--address", f"{LOOPBACK}:0", "--child"]
     # Start the lighthouse in a session of its own, so that Ctrl-C does not end it before the replicas.

@@ -42,7 +42,7 @@ _CONNECTIONS = 64
 
 
 class TransportError(Exception):
-    """The other replica does not answer, is not authentic, or sent something that does not fit."""
+    """The other replica is not authentic, or sent something that does not fit."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Server:
     """Server that sends one rank's state to other replicas, in its own threads.
 
     Args:
-        address: numeric address on which it listens, at a free port.
+        address: numeric address on which the server listens, at a free port.
         token: secret of the job.
         timeout: seconds that a send may take without progress, and that a client may wait for an offer.
     """
@@ -92,7 +92,7 @@ class Server:
             self._changed.notify_all()
 
     def refuse(self, key: str) -> None:
-        """Answer clients that wait for an offer with this key: the attempt has failed on this rank."""
+        """Close connections of clients that wait for an offer with this key: the attempt has failed on this rank."""
         with self._changed:
             self._refused.add(key)
             self._changed.notify_all()
@@ -191,7 +191,7 @@ def fetch(
 
     Raises:
         OSError: the connection failed.
-        TransportError: the server is not authentic, or its state has another layout.
+        TransportError: the server is not authentic, is of another version, or its state has another layout.
     """
     with _connected(address, token) as connection:
         connection.settimeout(timeout)
@@ -217,7 +217,7 @@ def _check_layout(there: object, here: Sequence[Sequence[Any]]) -> None:
     """Compare the layout of another replica's state with this replica's.
 
     Raises:
-        TransportError: they differ; the text has the first difference.
+        TransportError: the layouts differ; the text has the first difference.
     """
     if there == here:
         return

@@ -21,7 +21,7 @@ class Attempts:
         tolerated: largest number of failures in a row after which another attempt is still made.
         longest_pause: longest pause between attempts, in seconds.
         group: process group of all ranks; must not be used elsewhere while a save runs.
-        warn: called with a text at the first of several failures in a row, on the first rank, in the saving thread.
+        warn: called with a text at the first of several failures in a row, on every rank, in the saving thread.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class WindowPlanner(LoadPlanner):
     Args:
         local_shards: name -> shards of this rank, to be filled.
         optional: names of tensors that the checkpoint may lack; such tensors keep their values.
-        known: entries of the checkpoint, name -> ``dtype`` and ``shape``; some rank must load each entry.
+        known: tensors of the checkpoint, name -> ``dtype`` and ``shape``; some rank must load each of them.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class Pruner:
         return None
 
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best checkpoint; ``None`` if no checkpoint has a value of the series."""
+        """Step and value of the best checkpoint by the rule ``best``; ``None`` without the rule or any value."""
         rule, scores = self._retention.best, self._scores_of(self._steps())
         return (step := rule.ranked(scores)[0], scores[step]) if rule is not None and scores else None
 

@@ -1,7 +1,7 @@
 """Saving through torch.distributed.checkpoint, with a planner and a writer that never pickle.
 
 Each rank's planner gets the shards that the rank writes; the first rank merges them into one table and checks that
-they cover every tensor.
+the shards of a tensor have as many elements as the tensor.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ShardPlanner(SavePlanner):
         """Merge the plans of all ranks into one table of shards.
 
         Raises:
-            CheckpointError: the shards of a tensor do not cover it.
+            CheckpointError: the shards of a tensor have more or fewer elements than the tensor.
         """
         table: dict[str, TensorStorageMetadata] = {}
         for plan in all_plans:
@@ -150,7 +150,7 @@ class CheckpointWriter(StorageWriter):
         """Write ``state.json`` and the manifest, and publish the checkpoint.
 
         Raises:
-            CheckpointError: the first rank does not see another rank's file.
+            CheckpointError: the first rank does not see the whole file of a rank.
         """
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         locations: list[_Location] = list(metadata.storage_data.values())
@@ -158,7 +158,7 @@ class CheckpointWriter(StorageWriter):
         for file, written in files.items():
             if self._draft.size(file) != written.bytes:
                 raise CheckpointError(
-                    f"{file} was written, but the first rank does not see it; "
+                    f"{file} was written, but the first rank does not see the whole file; "
                     "checkpoints need a directory that all machines share"
                 )
         values = self._values()

@@ -43,7 +43,7 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     def values(self) -> dict[str, Any]:
-        """Values of ``state.json``, which are no tensors. Collective over all ranks.
+        """Saved values other than tensors, from ``state.json``. Collective over all ranks.
 
         Raises:
             CheckpointError: ``state.json`` cannot be read.
@@ -69,7 +69,8 @@ class Checkpoint:
             on_bytes: called after each read of this rank with the number of its bytes.
 
         Raises:
-            CheckpointError: names, shapes or dtypes differ on any rank; then no rank copies any data.
+            CheckpointError: names, shapes or dtypes differ on any rank (then no rank copies any data), or a rank cannot
+                read a file.
         """
         # Imported here, because it imports torch.distributed.checkpoint, which a new run does not need.
         from d9d_engine.checkpoint import load as dcp_load

@@ -56,7 +56,10 @@ class Stager:
         self._stream: torch.Stream | None = None
 
     def reserve(self, local_shards: Mapping[str, LocalShards]) -> None:
-        """Allocate buffers for copies of these shards unless they exist; takes seconds for many gigabytes."""
+        """Allocate buffers for copies of these shards unless they exist, and free all other buffers.
+
+        Takes seconds for many gigabytes.
+        """
         for name, local in local_shards.items():
             present = self._copies.get(name)
             if present is None or _form(present) != _form(local):

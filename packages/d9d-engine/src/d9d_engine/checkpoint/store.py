@@ -140,7 +140,7 @@ class CheckpointStore:
         all ranks.
 
         Raises:
-            CheckpointError: another run owns the directory.
+            CheckpointError: another process owns the directory.
         """
 
         def take() -> None:
@@ -158,7 +158,7 @@ class CheckpointStore:
         At the end, waits for a running save. Collective over all ranks.
 
         Raises:
-            CheckpointError: another run owns the directory, or the last save failed.
+            CheckpointError: another process owns the directory, or the last save failed.
         """
         self.own()
         try:
@@ -241,7 +241,10 @@ class CheckpointStore:
         return None if found is None else (found[0], found[1])
 
     def set_aside(self, newer_than: int) -> list[str]:
-        """Rename unusable checkpoints newer than a step, and return their new locations. Collective over all ranks."""
+        """Rename the checkpoints newer than a step, which are unusable, and return their new locations.
+
+        Collective over all ranks.
+        """
 
         def move() -> list[str]:
             newer = [step for step in steps_in(self._storage) if step > newer_than and step not in self._foreign]
@@ -251,11 +254,10 @@ class CheckpointStore:
         return moved
 
     def prune(self, step: int, kept_before: Sequence[int] = ()) -> str | None:
-        """Remove checkpoints that became surplus when ``step`` was saved, if a process was killed before it did so.
+        """Remove surplus checkpoints that are left because a process was killed after it had saved ``step``.
 
-        Returns a warning if a checkpoint could not be removed.
-
-        Collective over all ranks. For ``kept_before`` see :meth:`save`.
+        Returns a warning if a checkpoint could not be removed. Collective over all ranks. For ``kept_before`` see
+        :meth:`save`.
         """
         warning: str | None = on_main(lambda: self._pruner.prune(step, kept_before), self.group)
         return warning
@@ -436,7 +438,11 @@ class CheckpointStore:
         return readable_bytes(values), json.loads(readable_bytes(facts))
 
     def open(self, name: str) -> Checkpoint:
-        """Open and verify the checkpoint of this name. Collective over all ranks."""
+        """Open and verify the checkpoint of this name. Collective over all ranks.
+
+        Raises:
+            CheckpointError: the checkpoint is missing or damaged.
+        """
         manifest = on_main(lambda: read_manifest(self._storage, name), self.group)
         ranks = range(self.topology.rank, len(manifest["files"]), self.topology.world_size)
         files = sorted(manifest["files"].items())

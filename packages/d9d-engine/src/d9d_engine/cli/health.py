@@ -16,7 +16,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def check_torch() -> Health:
-    """Versions of torch, of CUDA and triton, and whether d9d supports this torch."""
+    """Versions of torch, of CUDA or ROCm and of triton, and whether d9d supports this torch."""
     import torch
     from packaging.version import Version
 
@@ -69,7 +69,7 @@ def _driver() -> str | None:
 
 
 def check_network() -> Health:
-    """Network interfaces that a run of several processes would listen on, and the processes that it would trust."""
+    """Network interfaces on which ``--nproc`` listens, and a reminder that machines need a private network."""
     names = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if os.environ.get(name)]
     told = "".join(f"; {name}={os.environ[name]}" for name in names)
     local = f"--nproc listens on {'the interfaces named here' if names else 'the loopback only'}"

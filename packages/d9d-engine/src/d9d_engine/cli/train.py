@@ -48,7 +48,7 @@ def train(
         int | None, typer.Option(metavar="N", help="Machines; start the command on each of them, with --nproc.")
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option(metavar="K", help="Number of this machine, from 0; another on each machine.")
+        int | None, typer.Option(metavar="K", help="Number of this machine, from 0; a different one on each machine.")
     ] = None,
     master: Annotated[
         str | None, typer.Option(metavar="HOST[:PORT]", help="Address of machine 0, where all processes meet.")
@@ -76,9 +76,11 @@ def train(
                 return load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, again, world_size)
 
             if machines is not None and alone:
-                raise JobError("--alone: --nodes, --node-rank and --master name several machines; leave it out")
+                raise JobError("--alone: --nodes, --node-rank and --master name several machines; leave out --alone")
             if machines is not None and max_restarts:
-                raise JobError("--max-restarts: machines cannot start again together; leave it to what starts them")
+                raise JobError(
+                    "--max-restarts: machines cannot start again together; leave this to the launcher of the machines"
+                )
             with interrupts.raised():
                 loaded = for_processes(load, nproc, 1 if machines is None else machines.count)
             options = option_words(overrides, plugin, no_plugins, strict_plugins)

@@ -53,8 +53,9 @@ def save_adapter(
     The function is collective over all ranks. ``others`` maps names of further files to their contents.
 
     Raises:
-        JobError: the job asks for adapter files, and its method has no adapter format.
-        CheckpointError: the job asks for adapter files, and their format has no name for a tensor of the adapter.
+        JobError: the job asks for adapter files, and has no fine-tuning method with an adapter format.
+        CheckpointError: the job asks for adapter files, but the model has no Hugging Face layout, or the adapter format
+            has no name for a tensor of the adapter.
     """
     method: object = assembly.peft
     if not isinstance(method, AdapterFormat):
@@ -136,7 +137,7 @@ def start_method(
                 config = read_object(f"{directory.location}/{ADAPTER_FILES.config}", text)
                 published = _published(job, selection, assembly)
                 there = {name: spec for name, spec in directory.specs.items() if not name.endswith(_OF_THE_MODEL)}
-                # An adapter of a class without head has other names, and fits a model with a head, too.
+                # The adapter of a class without head has other tensor names, and also fits a model with a head.
                 if not there.keys() & _names_in_files(method, assembly, published):
                     bare = _without_prefix(published)
                     published = bare if there.keys() & _names_in_files(method, assembly, bare) else published

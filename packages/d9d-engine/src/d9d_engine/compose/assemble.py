@@ -151,6 +151,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
         trains: false for a frozen model, such as a reference model.
 
     Raises:
+        JobError: a mesh axis does not divide a size of the model, or the layout does not fit the data.
         BuildError: a requested component has no effect or cannot run.
     """
     job, selection, topology = root.job, root.selection, root.topology

@@ -104,7 +104,8 @@ class Exporter:
             kind: model or adapter; by default, all that the job asks for.
             directory: target directory, replaced if it exists; by default the run's directory for this kind.
             keep: leave directories that exist as they are.
-            tell: called with the bytes of the model that this rank has written so far, and with their total.
+            tell: called with the bytes of the model that this rank has written so far, and with all bytes that it will
+                write.
 
         Returns:
             The directories that were written.

@@ -73,7 +73,7 @@ def build_forward(
     job, selection, topology = root.job, root.selection, root.topology
     published, _ = start_model(root, assembly)
     assembly.model.eval()
-    # Mark the begin of a step once, for CUDA graphs: until another step is marked, torch keeps all live outputs.
+    # Mark the beginning of a step once, for CUDA graphs: until another step is marked, torch keeps all live outputs.
     step_mark(assembly.applied)
     executor = build_frozen_executor(
         job, selection, assembly, topology, task or WithoutLoss(inputs), inputs, topology.world

@@ -28,7 +28,8 @@ def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
     most one module's parameters are full tensors at a time.
 
     Raises:
-        BuildError: a module has parameters or buffers, but no ``reset_parameters``.
+        BuildError: a module has parameters or buffers, but no ``reset_parameters``, or ranks cannot share the rows of a
+            parameter evenly.
     """
     with generators_kept(device), torch.no_grad():
         modules = dict(stage.named_modules())

@@ -87,9 +87,9 @@ def bind_kernels(
         checkpointed: names of modules under activation checkpointing; submodules are included.
 
     Raises:
-        BuildError: a requested backend refuses the op, a slot refuses the backend, or a rule matches no module, or a
-            module that another rule matches.
-        PluginError: a requested backend does not exist.
+        BuildError: a requested backend refuses the op, a slot refuses a requested backend, a rule matches no module, or
+            a module that another rule matches, or a backend's ``build`` returns no function.
+        PluginError: a requested backend does not exist, or the ``build`` of a chosen backend fails.
     """
     slots = [
         (
@@ -213,7 +213,7 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Backend of an op; ``refusal`` says why it cannot run for any signature, empty if it may run."""
+    """Backend of an op; ``refusal`` says why the backend cannot run for any signature, empty if it may run."""
 
     name: str
     entry: Entry

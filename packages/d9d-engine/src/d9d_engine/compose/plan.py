@@ -46,7 +46,9 @@ __all__ = ["MemoryEstimate", "Plan"]
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimated memory, in bytes and without activations, of the planned rank's device (by default, of the first rank).
+    """Estimated memory of the planned rank (by default, of the first rank), in bytes and without activations.
+
+    Parameters and states that a strategy keeps in host memory are counted, too.
 
     Attributes:
         parameters: bytes of the model's parameters.
@@ -75,7 +77,7 @@ class Plan:
         verdicts: capabilities with their verdict: satisfied or undecided.
         assembly: model on the meta device.
         parameters: number of all parameters and of trained parameters.
-        memory: estimated memory of this rank's device.
+        memory: estimated memory of this rank.
         flops_per_token: FLOPs of forward and backward per token; ``None`` if unknown.
         program: pipeline program of this rank's step.
         groups: parameter groups of the optimizer, as text and numbers for display.
@@ -218,8 +220,8 @@ def choose_optimizer(
     optimizer: Optimizer = instantiate(root.selection.optimizer, job.optimizer, assembly.trained())
     if assembly.meetings and isinstance(optimizer, AveragesWeights):
         raise BuildError(
-            f"optimizer {root.selection.optimizer.entry} averages weights for evaluation, which a checkpoint cannot "
-            "keep for replicas that take their own steps; use the optimizer without the average"
+            f"optimizer {root.selection.optimizer.entry} averages weights for evaluation, and a checkpoint cannot "
+            "keep such averages of replicas that take their own steps; use the optimizer without the average"
         )
     norm = GradientNorm(job.gradient_clipping.p)
     kernels = bind_kernels(

@@ -86,9 +86,9 @@ class Pretrained:
         read = f"{bar.done / 2**30:,.2f} GiB in {seconds:.1f} s, {bar.done / 2**30 / max(seconds, 1e-9):.2f} GiB/s"
         note(f"pretrained: {len(targets)} tensors from {self.location} ({read}{' here' if copies else ''})")
         if self.graph.fresh:
-            note(f"pretrained: not in it, initialised at random: {', '.join(sorted(self.graph.fresh))}")
+            note(f"pretrained: not in the source, initialised at random: {', '.join(sorted(self.graph.fresh))}")
         if self.graph.left_out:
-            note(f"pretrained: left out, as the model has no place for it: {listed(self.graph.left_out)}")
+            note(f"pretrained: left out, as the model has no such tensors: {listed(self.graph.left_out)}")
 
 
 @contextmanager

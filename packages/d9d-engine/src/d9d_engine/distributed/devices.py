@@ -114,7 +114,8 @@ def device_of(name: str, local_rank: int, local_world_size: int) -> torch.device
         local_world_size: number of processes on the machine.
 
     Raises:
-        JobError: the machine has no device left for the process.
+        JobError: the machine has no such device or fewer devices than processes, or ``name`` is a single device for
+            several processes.
     """
     device = choose_device(name)
     if device.type == "cpu":

@@ -61,7 +61,7 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints, tracks and writes for all ranks."""
+        """Whether this process prints, calls trackers and writes shared files for all ranks."""
         return self.rank == 0
 
     @property
@@ -168,9 +168,9 @@ class Topology:
     def set_timeout(self, phase: Literal["startup", "step", "checkpoint"], seconds: float) -> None:
         """Change one of the job's ``timeouts``, and the timeout of all process groups. Call it on all ranks.
 
-        A rank that waits longer in this phase ends the run with a report. Process groups get the longest of all limits
-        plus a margin, as a rank in a phase with a short limit may wait for a rank in a phase with a long limit. No
-        effect for a single process.
+        A run ends with a report once the limits of all ranks have passed without progress. Process groups get the
+        longest of all limits plus a margin, as a rank in a phase with a short limit may wait for a rank in a phase with
+        a long limit. No effect for a single process.
 
         Raises:
             BuildError: the phase does not exist, or the time is not above 0.

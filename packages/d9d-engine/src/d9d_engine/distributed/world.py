@@ -71,12 +71,13 @@ def joined(
         identity: jobs, plugins and versions, which must be equal on all ranks.
         sizes: mesh axis -> size, for messages.
         timeouts: ``startup``, ``step`` and ``checkpoint`` in seconds.
-        reporter: reports to the user why this rank failed; by default, an exception propagates out of the block.
+        reporter: tells the user why this rank failed, before the exception propagates out of the block; by default, the
+            exception only propagates.
 
     Raises:
-        JobError: ranks have different jobs or software.
+        JobError: ranks have different jobs or software, or the rendezvous has no address that resolves.
         PluginError: ranks have different plugins.
-        TrainingError: ranks did not arrive in time.
+        TrainingError: ranks did not arrive in time, or this rank cannot reach the rendezvous.
     """
     with _loopback(env):
         who = f"{describe_rank(sizes, env.rank)} on {env.node}"
@@ -180,7 +181,7 @@ def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
     except (dist.DistNetworkError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise TrainingError(
-            f"rank {env.rank} on {env.node} cannot meet the others at {host}:{port} within {timeout:g} s "
+            f"rank {env.rank} on {env.node} cannot meet the other ranks at {host}:{port} within {timeout:g} s "
             f"(timeouts.startup); did rank 0 start there, and is the port free? {reason}"
         ) from error
     return store

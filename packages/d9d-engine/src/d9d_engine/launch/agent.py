@@ -41,6 +41,9 @@ class Machines:
         rank: number of this machine, from 0.
         host: address at which rank 0, on machine 0, serves the store for the rendezvous.
         port: port of the store.
+
+    Raises:
+        JobError: a value is out of range, or the host is empty.
     """
 
     count: int
@@ -50,10 +53,10 @@ class Machines:
 
     def __post_init__(self) -> None:
         if self.count < 2:
-            raise JobError(f"--nodes: {self.count} is no number of several machines; leave out --nodes for one machine")
+            raise JobError(f"--nodes: {self.count} is less than two machines; leave out --nodes for one machine")
         if not 0 <= self.rank < self.count:
             raise JobError(
-                f"--node-rank: {self.rank} does not exist; give 0 to {self.count - 1}, another on each machine"
+                f"--node-rank: {self.rank} does not exist; give 0 to {self.count - 1}, a different one on each machine"
             )
         if not self.host or not 0 < self.port < 65_536:
             raise JobError(f"--master: '{self.host}:{self.port}' is not HOST or HOST:PORT; name machine 0")
@@ -84,7 +87,7 @@ class Launch:
     Attributes:
         arguments: arguments of the Python interpreter.
         processes: number of processes.
-        restarts: number of restarts of all processes after a failure.
+        restarts: largest number of restarts of all processes after failures.
         name_of: rank -> name of the rank in messages.
         patience: seconds within which the last process must end after the first process ended without a failure.
         environ: environment variables to extend; by default, the variables of this process.
@@ -106,8 +109,8 @@ class Launch:
             interrupts: stop requests, which may have arrived before this call.
 
         Returns:
-            Exit status: of the process that failed first; :data:`STOPPED` after a stop request; 130 if Ctrl-C ended the
-            start-up.
+            Exit status: 0 after success; after a failure, the status of the process that failed first; :data:`STOPPED`
+            after a stop request; 130 if Ctrl-C ended the start-up, or if the stop request was repeated.
         """
         with signals_received() as signals:
             if interrupts is not None and interrupts.requested:
@@ -167,7 +170,8 @@ def rank_environments(
     Args:
         processes: number of processes on this machine.
         environ: environment variables to extend; by default, the variables of this process.
-        machines: machines that share the job, whose rank 0 serves the store; ``None`` if all processes are on this one.
+        machines: machines that share the job; then rank 0, on the first machine, serves the store. ``None`` if all
+            processes are on this machine.
     """
     given = dict(os.environ if environ is None else environ)
     if machines is not None:
@@ -263,7 +267,7 @@ def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
         return Failure(f"{who} was killed by {name}{hint}")
     if rank.echoes:  # the other rank is on another machine, whose launcher prints its failure
         why = what_happened(rank.echoes)
-        return Failure(f"{who} ended with exit status {code}, because {why}; its machine says why", code)
+        return Failure(f"{who} ended with exit status {code}, because {why}; the launcher of that rank says why", code)
     return Failure(f"{who} ended with exit status {code}, without an error of its own", code)
 
 

@@ -124,9 +124,9 @@ def running(env: ProcessEnv, environ: Mapping[str, str], interrupts: Interrupts)
 
 @contextlib.contextmanager
 def _early_stops(process: Process, interrupts: Interrupts) -> Iterator[None]:
-    """End this rank at once, in a thread, if a stop signal other than Ctrl-C arrives before it has progress to save.
+    """End this rank at once, in a thread, if a stop signal other than Ctrl-C arrives before the rank has progress.
 
-    A cluster's engine signals all ranks. If a launcher signals only one rank, the other ranks end with an error, as
+    A cluster manager signals all ranks. If a launcher signals only one rank, the other ranks end with an error, as
     they do whenever a rank dies during start-up.
     """
     reading = _signals_as_bytes()

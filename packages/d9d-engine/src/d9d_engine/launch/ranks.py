@@ -239,7 +239,7 @@ class Ranks:
             if rank.exit_code is None and not failing:
                 rank.done = False
                 text = (
-                    f"error: rank {rank.number} did not end within {patience:g} s (timeouts.startup) after another one"
+                    f"error: rank {rank.number} did not end within {patience:g} s (timeouts.startup) after another rank"
                 )
                 rank.failure = Failure(text)
 

@@ -44,7 +44,7 @@ Alone = Annotated[
 
 
 def process_of_launcher(environ: MutableMapping[str, str], alone: bool, machines: Machines | None = None) -> ProcessEnv:
-    """Rank and sizes of this process, from its launcher's variables; refuses to run alone on one of several machines.
+    """Rank and sizes of this process, from its launcher's variables; refuses to run alone a job for several processes.
 
     Args:
         environ: environment variables; with ``alone``, the variables of launchers are removed.
@@ -52,7 +52,7 @@ def process_of_launcher(environ: MutableMapping[str, str], alone: bool, machines
         machines: machines that the user named.
 
     Raises:
-        JobError: variables are malformed, or this machine is one of several.
+        JobError: variables are missing or malformed, or the job is meant for several processes.
     """
     if alone:
         forget_launchers(environ)
@@ -145,7 +145,13 @@ def joined_process(
 
 @contextmanager
 def start_up(interrupts: Interrupts | None = None, alone: bool = False, nothing: str = "trained") -> Iterator[None]:
-    """Add ``nothing was trained`` (or another participle, ``nothing``) to a KeyboardInterrupt inside the block."""
+    """Add ``nothing was trained`` to the text of a KeyboardInterrupt inside the block.
+
+    Args:
+        interrupts: stop requests, which end the block at once if ``alone`` is true.
+        alone: whether the process was started without a launcher.
+        nothing: past participle in the text.
+    """
     try:
         with interrupts.raised() if interrupts is not None and alone else nullcontext():
             yield
@@ -162,6 +168,9 @@ def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None, n
         load: loads the job for a number of processes; the second argument says whether the job is read again.
         nproc: number of processes of a machine, ``auto``, or ``None`` for as many as the mesh needs.
         nodes: number of machines.
+
+    Raises:
+        D9dError: ``nproc`` is no number, or the job does not fit the number of processes.
     """
     if nproc is not None and nproc != "auto":
         if not nproc.isdecimal() or int(nproc) < 1:
@@ -172,7 +181,7 @@ def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None, n
         require_whole_groups(job.mesh.tp, nodes, int(nproc))
         return job
     if nodes > 1:
-        raise JobError("--nodes: the number of processes on each machine is open; give it as --nproc N")
+        raise JobError("--nodes: the number of processes on each machine is not given; give it as --nproc N")
     job = load(1, False)
     processes = job.mesh.world_size
     if job.source.auto is not None or (nproc == "auto" and "mesh" not in job.source.document.values):
@@ -221,7 +230,7 @@ def launch(
     Args:
         job: job, loaded for the processes of all machines.
         arguments: arguments of ``d9d`` in each process.
-        restarts: number of restarts of all processes after a failure.
+        restarts: largest number of restarts of all processes after failures.
         interrupts: stop requests, which may have arrived already.
         machines: machines that share the job; ``None`` if all processes are on this one.
     """

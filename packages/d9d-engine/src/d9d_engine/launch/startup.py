@@ -162,7 +162,7 @@ def environment() -> dict[str, str]:
 
 
 def _age() -> float:
-    """Seconds since this process began; if the system does not tell, its CPU time."""
+    """Seconds since this process began; if the system does not tell, the CPU time of this process."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

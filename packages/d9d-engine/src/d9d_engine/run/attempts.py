@@ -63,7 +63,7 @@ class LiveRun:
 
 
 class Attempts:
-    """Makes the steps that elastic replicas (runs of one job) share; repeats a step if a replica is lost in it.
+    """Makes the steps that elastic replicas (runs of one job) share; repeats a step during which a replica is lost.
 
     Args:
         shared: sums over the replicas.
@@ -107,7 +107,7 @@ class Attempts:
         Collective over all ranks. ``None`` if this replica was asked to stop before the step was done.
 
         Args:
-            progress: counters of the run; if this replica takes another one's state, that one's counters replace them.
+            progress: counters of the run; replaced by the counters of another replica if this replica takes its state.
         """
         pack: Pack | None = None
         position = self._position()

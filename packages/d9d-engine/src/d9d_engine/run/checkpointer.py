@@ -109,7 +109,7 @@ def open_store(
         owning: whether to take ownership of the directory now.
 
     Raises:
-        CheckpointError: the directory cannot be written, or another run owns it.
+        CheckpointError: the directory cannot be written or is not shared, or another process owns it.
     """
     wanted = job.checkpoint.best
     best = BestOf(wanted.series, wanted.mode, wanted.keep) if wanted else None
@@ -242,7 +242,7 @@ class Checkpointer:
             facts,
             # A forward may change buffers and metrics; parameters and moments change in the optimizer's step only.
             volatile=tensors.keys() - self._changed_by_optimizer(),
-            # While steps are skipped, the last value belongs to an earlier checkpoint: it must not make this the best.
+            # While steps are skipped, the last value was measured for an earlier checkpoint, so this one gets no value.
             score=None if progress.skips.in_a_row else self._score(progress.logged),
             kept_before=progress.skips.kept_before,
             wait=wait,
@@ -318,7 +318,8 @@ class Checkpointer:
             Counters of the run, and the saved states from which its trackers are opened.
 
         Raises:
-            CheckpointError: no checkpoint fits, or a checkpoint exists although ``checkpoint.resume`` is ``never``.
+            CheckpointError: all checkpoints are damaged, the newest usable one does not fit the job, one exists
+                although ``checkpoint.resume`` is ``never``, or none exists although it is ``must``.
         """
         resume = self._job.checkpoint.resume
         if resume == "never" and self.store.steps():
@@ -457,7 +458,7 @@ class Checkpointer:
                 f"({type(error).__name__}: {error}); continue with the dataset of the saved run"
             ) from error
         if self._replicas.kept and not _replicas_in(checkpoint):
-            self._note(f"{checkpoint.name} is of a run without replicas of their own steps; all replicas start from it")
+            self._note(f"{checkpoint.name} has one state for all replicas, and each of them starts from it")
         for location in self.store.set_aside(newer_than=checkpoint.step):
             self._note(f"warning: a damaged checkpoint was set aside as {location}")
         skips = Skips.of(values["skips"]) if "skips" in values else Skips(total=values["skipped"])
@@ -532,7 +533,7 @@ class Checkpointer:
             return True
 
         for name in self._statistics.load(known):
-            self._note(f"warning: metric '{name}' is not in {checkpoint.name} and starts anew")
+            self._note(f"warning: metric '{name}' has no fitting state in {checkpoint.name} and starts anew")
 
     def _compare(self, checkpoint: Checkpoint) -> None:
         here, there = (_flat(job) for job in (self._job.resolved(), checkpoint.manifest["job"]))
@@ -568,11 +569,11 @@ def checked_values(values: Mapping[str, Any], location: str) -> Mapping[str, Any
     wrong = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
     wrong += [name for name in ("tokens", "skipped") if name not in wrong and values[name] < 0]
     wrong += ["trackers"] if "trackers" not in wrong and not all(map(_is_table, values["trackers"].values())) else []
-    subscribers = values.get("subscribers", {})  # earlier checkpoints have none
+    subscribers = values.get("subscribers", {})  # checkpoints of older versions have none
     sound = isinstance(subscribers, dict) and all(map(_is_table, subscribers.values()))
     wrong += [] if sound else ["subscribers"]
-    wrong += ["skips"] if not is_state(values.get("skips", Skips().state())) else []  # earlier checkpoints have none
-    wrong += ["losses"] if not are_losses(values.get("losses", {})) else []  # earlier checkpoints have none
+    wrong += ["skips"] if not is_state(values.get("skips", Skips().state())) else []  # older versions wrote none
+    wrong += ["losses"] if not are_losses(values.get("losses", {})) else []  # older versions wrote none
     if wrong:
         raise CheckpointError(f"{location}: state.json has no usable {', '.join(wrong)}; copy the checkpoint again")
     return values

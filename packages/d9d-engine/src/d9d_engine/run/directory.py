@@ -64,8 +64,9 @@ def write_start(
 ) -> None:
     """Write a run's directory at its start: the job with all defaults, plugins, facts, tokenizer, pipeline programs.
 
-    Removes the files by which an earlier start marked the run as finished, stopped or failed. A start that trains no
-    step writes nothing and only removes ``failed.json``, because the other files say how the weights were trained.
+    Removes the files by which an earlier start marked the run as finished, stopped or failed. In a directory with a
+    job file, a start that trains no step only removes ``failed.json``, because the other files say how the weights were
+    trained.
 
     Args:
         job: job of the run.
@@ -132,7 +133,7 @@ def clear_ending(directory: Path) -> None:
 
 
 def write_failure(directory: Path, step: int, error: BaseException, who: str = "") -> None:
-    """Write the error that ended a run, in one line, if the disk takes data. Any rank may call this.
+    """Write the error that ended a run, in one line; a failed write is ignored. Any rank may call this.
 
     The first failure of a start is kept, because later ones may be its consequences; only an error of the job, which a
     restart would repeat, replaces another failure.
@@ -152,7 +153,7 @@ def write_failure(directory: Path, step: int, error: BaseException, who: str = "
 
 
 def write_stop(directory: Path, step: int, total: int, request: str | None) -> None:
-    """Write the file that marks a run as stopped and saved, if the disk takes data.
+    """Write the file that marks a run as stopped and saved; a failed write is ignored.
 
     Args:
         directory: directory of the run.

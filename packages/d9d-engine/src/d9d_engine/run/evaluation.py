@@ -21,8 +21,8 @@ from d9d_engine.step.executor import Executor
 from d9d_engine.step.first_pass import FirstPassRunner, no_first_pass
 from d9d_engine.step.metrics import Statistics
 
-#: Function that is called with a set's name, and the last stage's outputs and the microbatch; both are cut to the real
-#: samples, without samples that only fill up the last batch.
+#: Function that is called with a set's name, the last stage's outputs and the microbatch; outputs and microbatch have
+#: real samples only, without samples that fill up the last batch.
 Seen = Callable[[str, Mapping[str, Tensor], Microbatch], None]
 
 

@@ -29,7 +29,8 @@ class ModelForward:
         pipeline: all stages.
         most: number of microbatches of a training step, which the schedule is known to support.
         topology: rank, device, meshes and process groups of this process.
-        packed: whether samples of the job hold several documents, by which kernels were chosen; ``None`` if unknown.
+        packed: whether samples of the job hold several documents, as assumed when kernels were chosen; ``None`` if
+            unknown.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class Terminated(KeyboardInterrupt):
 class Interrupts:
     """Stop requests of a process; a context manager around the work that has progress to save.
 
-    Inside the block, the first stop signal sets :attr:`requested`, and a second SIGINT raises KeyboardInterrupt.
+    Inside the block, the first stop signal sets :attr:`requested`; a SIGINT after a request raises KeyboardInterrupt.
 
     Signals can only be caught in the main thread. A run in another thread, such as a worker of Ray, is asked to stop by
     :meth:`request`, which any thread may call::
@@ -44,7 +44,8 @@ class Interrupts:
         interrupts.request("preemption")  # all ranks finish the same step, save and return
 
     Attributes:
-        requested: name of the signal that asks to stop; ``None`` without a request, and after the block.
+        requested: name of the signal that asks to stop, or argument of :meth:`request`; ``None`` without a request, and
+            after the block.
         entered: called when the block begins; from then on there is progress to save.
     """
 
@@ -67,7 +68,7 @@ class Interrupts:
 
     @contextmanager
     def noted(self) -> Iterator[Interrupts]:
-        """Also record stop signals that arrive outside of the training block; for a process's whole work."""
+        """Also record stop signals other than Ctrl-C outside of the training block; for a process's whole work."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

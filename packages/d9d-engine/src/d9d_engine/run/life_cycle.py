@@ -121,7 +121,7 @@ class LifeCycle:
 
     @contextmanager
     def guarded(self, run: OpenRun) -> Iterator[None]:
-        """Close the run if the block fails; first save a checkpoint if a plugin failed and the state is valid."""
+        """Close the run if the block fails; a run of one process first saves a checkpoint if its state is valid."""
         run.busy = True
         try:
             with exits_are_errors(), generators_kept(self._parts.topology.device):

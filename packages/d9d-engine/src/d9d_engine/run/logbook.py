@@ -85,7 +85,7 @@ class Logbook:
         nonfinite: whether a step with a non-finite loss or gradient is an error or is skipped.
         skips: steps skipped so far.
         max_skipped: number of consecutive skipped steps at which the run ends with an error.
-        tokens: number of tokens consumed before.
+        tokens: number of tokens consumed before this start.
         write_tables: called with the step and the tables of a logged step; ``None`` without receivers of tables.
         utilisation: tokens per second -> further values of a logged step.
         max_pending: number of steps that the host may be ahead of the values it has read from a device.
@@ -133,12 +133,12 @@ class Logbook:
             logged: host values to log with the step; ``None`` if the step is not logged.
             measured: further 0-d device tensors to log, and tables.
             seconds: time since the last logged step, for the series ``tokens_per_second``.
-            beside: context manager that makes the stream of ``measured`` current; values are copied in that stream, so
-                that the step's stream does not wait for ``measured``.
+            beside: returns a context manager that makes the stream of ``measured`` current; values are copied in that
+                stream, so that the step's stream does not wait for ``measured``.
 
         Raises:
-            NonFiniteError: an earlier step was not finite and the policy is ``error``, or too many consecutive steps
-                were not finite.
+            NonFiniteError: this or an earlier step was not finite and the policy is ``error``, or too many consecutive
+                steps were not finite.
         """
         tensors = {name: getattr(result, name) for name in ("finite", "stop", "tokens", "loss", "grad_norm")}
         tables: dict[str, Table] = {}

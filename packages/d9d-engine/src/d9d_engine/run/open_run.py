@@ -278,7 +278,7 @@ class OpenRun:
         return "finished"
 
     def rescue(self, error: Exception) -> None:
-        """Save the state after a plugin failed between steps, if this process is the only rank."""
+        """Save the state after an error between steps, if this process is the only rank and the state is valid."""
         # Other ranks cannot take part in a save: they wait for this rank in the middle of a step.
         alone = self.parts.topology.world_size == 1
         if isinstance(error, NonFiniteError | CheckpointError) or not (alone and self._between_steps):

@@ -33,8 +33,8 @@ class DevicePrefetcher:
         stream: yields packs of CPU tensors; must not be used elsewhere after the first pack was requested.
         device: device of the model.
         prefetch: number of packs to fetch ahead; 0 fetches and copies each pack at its request, without a thread.
-        waiting_for: context manager told which thread the caller waits for, for reports of a hang
-            (:meth:`d9d_engine.supervision.watchdog.Watchdog.waiting_for`).
+        waiting_for: returns a context manager for a wait for the given thread, for reports of a hang; see
+            :meth:`d9d_engine.supervision.watchdog.Watchdog.waiting_for`.
         split: selects this rank's part of each microbatch before the copy; ``None`` takes all of it.
     """
 

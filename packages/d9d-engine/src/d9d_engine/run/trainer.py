@@ -125,7 +125,8 @@ class Trainer:
         Raises:
             NonFiniteError: a loss or gradient was not finite and the policy is ``error``.
             CheckpointError: a checkpoint could not be read or written.
-            TrainingError: a plugin tried to end the process; valid state was saved.
+            TrainingError: a plugin tried to end the process (a run of one process saves valid state first), or memory
+                is released by :meth:`sleep`.
         """
         self._check_awake("train")
         if opens := self._life.run is None:
@@ -166,7 +167,7 @@ class Trainer:
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM arrived in a step. All ranks have finished the same step; the run is
                 saved and closed, and the next call continues the run.
-            TrainingError: the method was called inside a step.
+            TrainingError: the method was called inside a step, or memory is released by :meth:`sleep`.
             D9dError: see :meth:`train`.
         """
         run = self._between_steps("steps")
@@ -191,6 +192,8 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate now, as the job's section ``evaluation`` says, and log the values. Collective over all ranks.
+
+        If the model was already evaluated after this step, the known values are returned.
 
         Raises:
             BuildError: the job has no section ``evaluation``.
@@ -262,7 +265,7 @@ class Trainer:
         Raises:
             TrainingError: a tag does not exist, or the method was called inside a step.
             BuildError: this version of torch cannot release communicators. After this error, or if host memory is too
-                small, everything is awake and the run can continue.
+                small, the tags of this call are awake, and the run can continue.
         """
         sleeper, step = self._parts.sleeper, self.progress.step
         chosen = tuple(tag for tag in sleeper.settle(tags) if tag not in sleeper.asleep)

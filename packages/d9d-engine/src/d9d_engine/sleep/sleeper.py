@@ -12,7 +12,8 @@ from torch import Tensor
 from d9d_engine.sleep.communicators import resume, suspend
 from d9d_engine.sleep.offload import Offloaded, offload
 
-#: Tags of memory: parameters and buffers of all models; optimizer state and gradients; memory of NCCL.
+#: Tags of memory. ``weights``: parameters and buffers of all models; ``optimizer``: optimizer state and gradients;
+#: ``communicators``: memory of NCCL.
 Tag = Literal["weights", "optimizer", "communicators"]
 TAGS: tuple[Tag, ...] = get_args(Tag)
 
@@ -39,7 +40,7 @@ class Sleeper:
         """Check tags and sort them into the order of release; without tags, return all.
 
         Raises:
-            TrainingError: a tag does not exist.
+            TrainingError: a tag is not in :data:`TAGS`.
         """
         if unknown := [tag for tag in tags if tag not in TAGS]:
             raise TrainingError(f"'{unknown[0]}' is no tag of memory to release; choose among {', '.join(TAGS)}")
@@ -48,8 +49,8 @@ class Sleeper:
     def sleep(self, tags: Iterable[Tag]) -> int:
         """Release the memory of these tags, unless they are asleep; return the number of bytes that tensors released.
 
-        Collective over all ranks if ``communicators`` is among the tags. Waits for the device. After a failure, these
-        tags are awake.
+        Collective over all ranks if ``communicators`` is among the tags. Waits for the device. After a failure, the
+        tags that this call put to sleep are awake again.
 
         Raises:
             BuildError: this version of torch cannot release communicators.

@@ -44,10 +44,12 @@ class AuxiliaryLosses:
                 if self.terms.setdefault(term, meant) != meant:
                     raise BuildError(
                         f"module '{name}' adds the loss term '{term}' as {meant}, another as {self.terms[term]}; "
-                        "give one of them another name, or the same coefficient"
+                        "give one of them another name, or make the definitions equal"
                     )
                 if term in task.coefficients:
-                    raise BuildError(f"module '{name}' adds a loss term '{term}', but the task has one; rename it")
+                    raise BuildError(
+                        f"module '{name}' adds a loss term '{term}', but the task has this term, too; rename one"
+                    )
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -121,7 +123,10 @@ class Tallies:
         self._sums: dict[int, dict[str, Tensor]] = {}
 
     def take(self, stage: int) -> dict[str, Tensor]:
-        """Tallies of a stage's last forward, ``"<module>/<name>"`` -> tensor; overwritten by the next forward."""
+        """Tallies of a stage's last forward, ``"<module>/<name>"`` -> tensor; overwritten by the next forward.
+
+        Adds the tallies to which modules adapt to the sums of this step.
+        """
         modules, adaptive = self._modules[stage], self._adaptive[stage]
         counted = {f"{name}/{key}": t for name, module in modules.items() for key, t in module.tallies().items()}
         needed = {

@@ -35,11 +35,12 @@ class Clipper:
         topology: rank, device, meshes and process groups of this process.
         max_norm: largest norm; ``None`` computes the norm without scaling.
         norm: computes the norm of this rank's gradients.
-        stop: whether this process was asked to stop; called once per step.
+        stop: returns whether this process was asked to stop; called once per step.
         views: parameter -> mesh view over which it is sharded, if any.
         elsewhere: names of tied parameters that another pipeline rank counts.
         apart: axes along which replicas take their own steps; each replica has its own norm, and clips by it.
-        divide: takes over the scaling by a divisor (0-d float32), to save a pass over the gradients.
+        divide: called with the divisor of the gradients (0-d float32) and divides them, to save a pass over them; by
+            default, the clipper divides.
     """
 
     def __init__(

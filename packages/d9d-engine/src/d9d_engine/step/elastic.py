@@ -58,10 +58,10 @@ class SharedStep:
         Waits for the device, because the host decides whether the step counts.
 
         Args:
-            loss: loss of this replica's microbatches.
+            loss: loss of the microbatches that this replica has run.
 
         Returns:
-            The loss of all microbatches of this rank.
+            The loss of all microbatches of this rank's pack.
 
         Raises:
             UndoneError: a replica was lost; the attempt is undone.

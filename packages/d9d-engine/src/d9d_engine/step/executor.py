@@ -76,6 +76,9 @@ class Executor:
         handlers: makes the schedule's own handlers.
         inputs: makes the model's keyword arguments for a microbatch; by default the task does.
         ranges: profiler ranges around the actions.
+
+    Raises:
+        BuildError: the schedule has actions without a handler.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class Executor:
             step: step number, 0-based.
             pack: microbatches on the device.
             scale: loss term -> factor of its sums.
-            share: indices of the microbatches to run, if elastic replicas run the others; by default all.
+            share: indices of the microbatches to run, if elastic replicas run the other microbatches; by default all.
         """
         self._numbers = range(len(pack)) if share is None else share
         pack = [pack[index] for index in self._numbers]
@@ -281,7 +284,7 @@ class Executor:
         kept = inputs.kept if stage == self._last else {}
         own = inputs.first if stage == 0 else leaves
         if both := own.keys() & inputs.shared.keys():
-            source = "its first inputs" if stage == 0 else "the previous stage"
+            source = "the task's first inputs" if stage == 0 else "the previous stage"
             raise BuildError(
                 f"stage {stage} gets the input {', '.join(sorted(both))} twice, from {source} and from the task's "
                 "shared "

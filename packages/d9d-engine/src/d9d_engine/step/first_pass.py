@@ -39,7 +39,7 @@ class FirstForward:
     Args:
         task: selects the outputs to keep, and computes the added tensors.
         executor: runs the model.
-        around: context manager that sets the model's mode, such as evaluation mode.
+        around: returns a context manager that sets the model's mode, such as evaluation mode.
         ranks: ranks with different samples.
         draws: whether to draw the random numbers of the training step, if there is one.
     """

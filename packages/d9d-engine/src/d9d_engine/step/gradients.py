@@ -84,7 +84,11 @@ class Gradients:
             reducer.after_weights()
 
     def reduce(self, stage: int) -> None:
-        """Reduce the complete gradients of a stage. Collective over the ranks that share its parameters."""
+        """Note that the gradients of a stage are complete, and let strategies reduce them if its backwards were split.
+
+        Without split backwards, strategies have reduced the gradients in the last backward. Collective over the ranks
+        that share the stage's parameters.
+        """
         self._open.discard(stage)
         if stage in self._split:
             for reducer in self._reducers[stage]:

@@ -19,10 +19,10 @@ from d9d_engine.step.gradients import Gradients
 class LossScale:
     """Factor for each sum of a loss term, so that gradients need no scaling pass.
 
-    A factor is 1 / (the term's weight over the step's microbatches on all ranks); zero without weight. If the weight
-    depends on outputs (:class:`~d9d_core.task.WeighsOutputs`), gradients are scaled after the last backward instead. If
-    replicas take their own steps, only the weights of the replica's own ranks count, and :meth:`settle` turns the
-    losses into shares of the means over all ranks.
+    A factor is 1 / (the term's weight over the step's microbatches on all ranks), or zero if this weight is zero. If
+    the weight depends on outputs (:class:`~d9d_core.task.WeighsOutputs`), gradients are scaled after the last backward
+    instead. If replicas take their own steps, only the weights of the replica's own ranks count, and :meth:`settle`
+    turns the losses into shares of the means over all ranks.
 
     Args:
         task: task that declares terms and weights.
@@ -59,7 +59,7 @@ class LossScale:
             )
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
-        """Compute each term's factor, 0-d float32: 1 / (its weight over the replica's ranks), or zero without weight.
+        """Compute each term's factor, 0-d float32: 1 / (its weight over the replica's ranks), zero for a zero weight.
 
         Collective over the group.
         """

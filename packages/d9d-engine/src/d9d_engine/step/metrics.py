@@ -43,7 +43,7 @@ class Statistics:
             ``None`` for a single rank. A state without updates does not change the merged state.
         device: device of merged states.
         twins: second instances of the metrics, for the separate stream: they are never updated, and compute values
-            from merged states. A twin that copies loaded tensors to another device is dropped after its first values.
+            from merged states. A twin that copies loaded tensors to another device is dropped at the first merge.
             Without twins, all work runs on the step's stream.
     """
 
@@ -146,7 +146,11 @@ class Statistics:
                     metric.update(counted)
 
     def settle(self, finite: Tensor) -> None:
-        """End a step: undo its updates if it was not finite. Decided on the device."""
+        """End a step: undo its updates if it was not finite. Decided on the device.
+
+        Raises:
+            BuildError: a metric's ``update`` has changed the names in its state.
+        """
         for name, before in self._before.items():
             after = self._metrics[name].state()
             if after.keys() != before.keys():
@@ -164,7 +168,7 @@ class Statistics:
         series per element. With a separate stream, values must be read inside :meth:`beside`.
 
         Raises:
-            BuildError: a metric returned something other than a mapping of names to values.
+            BuildError: a metric returned no mapping of names to values, or a value of an unsupported type or shape.
         """
         if self._group is None:
             computed: dict[str, Any] = {name: _values(name, metric) for name, metric in self._metrics.items()}
@@ -193,7 +197,7 @@ class Statistics:
         }
 
     def reset(self) -> None:
-        """Reset all metrics, at the begin of a new logging period."""
+        """Reset all metrics, at the beginning of a new logging period."""
         for metric in self._metrics.values():
             metric.reset()
 
@@ -291,7 +295,7 @@ def _expanded(metric: str, values: object) -> dict[str, Tensor | Table]:
     """Values of a metric by series; a vector becomes one series per element.
 
     Raises:
-        BuildError: the values are no mapping of names to values.
+        BuildError: the values are no mapping of names to values, or a value has an unsupported type or shape.
     """
     if not isinstance(values, Mapping):
         kind = type(values).__name__

@@ -58,7 +58,8 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
         applied: (name of a strategy in messages, effects of the strategy) pairs.
 
     Raises:
-        BuildError: two strategies claim one reduction, or a claim names an axis that does not exist.
+        BuildError: two strategies claim one reduction or place one parameter on different views, or a claim names an
+            axis that does not exist.
     """
     outcomes = list(applied)
     views = _views(outcomes)
@@ -73,7 +74,7 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
                 continue  # a dimension of the view covers this axis, and has its own owner
             if entry.axis not in axes:
                 raise BuildError(
-                    f"{strategy} reduces '{entry.parameter}' over '{entry.axis}'; name one of the axes "
+                    f"{strategy} reduces '{entry.parameter}' over the unknown axis '{entry.axis}'; name one of "
                     f"{', '.join(axes)}"
                 )
             if axes[entry.axis] == 1 or entry.parameter not in owners:

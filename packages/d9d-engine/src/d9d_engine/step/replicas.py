@@ -67,7 +67,7 @@ class Replicas:
         self.differ = not all(one.due(steps) for one in self.meetings)
 
     def state(self) -> dict[str, Tensor]:
-        """State of all :attr:`meetings`, equal in all replicas: ``"<parameter name>/<slot>"`` -> tensor, not a copy."""
+        """State of all :attr:`meetings`, equal in all replicas: ``"<parameter>/<name>"`` -> tensor, not a copy."""
         return {name: tensor for one in self.meetings for name, tensor in one.state().items()}
 
     def slices(self, tensors: Mapping[str, Tensor]) -> dict[str, ReplicaSlice]:

@@ -47,7 +47,7 @@ class TrainStep:
         tallies: counts of the model's modules, to which some modules adapt.
         events: event bus of the subscribers.
         ranges: profiler ranges around the phases.
-        mark: called at the begin of a step, for CUDA graphs; see
+        mark: called at the beginning of a step, for CUDA graphs; see
             :func:`d9d_engine.compose.parts.cuda_graphs.step_mark`.
     """
 

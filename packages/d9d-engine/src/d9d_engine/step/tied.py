@@ -47,7 +47,7 @@ class Ties:
     elsewhere: frozenset[str] = field(default_factory=frozenset)
 
     def gather(self) -> None:
-        """Add the gradients of this rank's copies into the gradient of the first copy."""
+        """Add the gradients of this rank's further copies to the gradient of its first copy."""
         for tie in self.ties:
             for other in tie.others:
                 if other.grad is None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from d9d_core.config import PluginConfig
 from pydantic import Field, PositiveInt, field_validator
 
-#: Series that differ between ranks, so that ranks would end at different steps, or that always improve.
+#: Series that do not measure the model. Some of them differ between ranks, so ranks would end at different steps.
 _NOT_COMPARED = ("tokens_per_second", "tokens", "lr", "skipped_steps", "mfu")
 
 
@@ -21,7 +21,7 @@ class EarlyStoppingConfig(PluginConfig):
     patience: PositiveInt = 3
     """Number of consecutive values without improvement after which the run is saved and ends."""
     min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Smallest improvement over the best value so far that counts as an improvement."""
+    """A value is an improvement if it is better than the best value so far by more than this difference."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger values are better."""
 

@@ -15,8 +15,8 @@ from d9d_engine.subscribers.config import EarlyStoppingConfig
 class EarlyStopping:
     """Ends the run once a series has not improved for several consecutive values.
 
-    NaN never counts as an improvement. Logged values are equal on all ranks, so all ranks end after the same step. The
-    count is saved in checkpoints; with another series or mode it starts at zero.
+    Non-finite values never count as an improvement. Logged values are equal on all ranks, so all ranks end after the
+    same step. The count is saved in checkpoints; with another series or mode it starts at zero.
 
     Args:
         config: series and patience.
@@ -45,7 +45,7 @@ class EarlyStopping:
         return {"series": self.config.series, "mode": self.config.mode, "best": self._best, "since": self._since}
 
     def load_state(self, state: State) -> None:
-        """Restore the count; patience and minimal difference may differ from the saved run's."""
+        """Restore best value and count if series and mode are unchanged; ``patience`` and ``min_delta`` may differ."""
         best, since = state.get("best"), state.get("since")
         same = (state.get("series"), state.get("mode")) == (self.config.series, self.config.mode)
         if same and (best is None or isinstance(best, float)) and isinstance(since, int):

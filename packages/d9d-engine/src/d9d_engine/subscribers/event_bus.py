@@ -18,7 +18,10 @@ class Events:
         subscribers: observers, or functions marked by :func:`~d9d_core.subscriber.subscribe`.
 
     Attributes:
-        failure: exception of a subscriber while :meth:`deferring`; the run must stop and raise it.
+        failure: first exception of a subscriber while :meth:`deferring`; the run must stop and raise it.
+
+    Raises:
+        TypeError: a subscriber subscribes to a class that is no event.
     """
 
     def __init__(self, subscribers: Iterable[object] = ()) -> None:
@@ -31,7 +34,7 @@ class Events:
                 if event not in CATALOGUE and not (isinstance(event, type) and issubclass(event, OwnEvent)):
                     known = ", ".join(kind.__name__ for kind in CATALOGUE)
                     who = type(subscriber).__name__
-                    raise TypeError(f"{who} subscribes to {event!r}; events are: {known}, and kinds of OwnEvent")
+                    raise TypeError(f"{who} subscribes to {event!r}; events are: {known}, and subclasses of OwnEvent")
                 handlers[event].append((number, handler))
         self._handlers = {event: tuple(found) for event, found in handlers.items()}
         self.emit(EventsReady(self.emit))
@@ -43,7 +46,8 @@ class Events:
     def emit(self, event: object) -> None:
         """Call the event's handlers.
 
-        A subscriber that raises is not called again; its exception is raised here, or at the end of :meth:`deferring`.
+        A subscriber that raises is not called again. Its exception is raised here. While :meth:`deferring`, only
+        KeyboardInterrupt is raised here, and the first other exception at the end.
         """
         for number, handler in self._handlers.get(type(event), ()):
             if number in self._dismissed:
@@ -58,7 +62,7 @@ class Events:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Collect subscribers' exceptions inside the block as :attr:`failure`, and raise it at the end of the block."""
+        """Keep the first exception of a subscriber inside the block as :attr:`failure`, and raise it at the end."""
         self._deferring = True
         try:
             yield

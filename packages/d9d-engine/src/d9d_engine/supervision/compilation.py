@@ -87,7 +87,7 @@ class CompilationLog:
         model: model whose modules are named.
         emit: called with :class:`Recompiled`.
         note: prints a line.
-        done: number of steps done before.
+        done: number of steps done before this start.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class CompilationLog:
                 callbacks.remove_end_callback(self._end)
 
     def after(self, step: int) -> None:
-        """Report the compilations since the last call: in the first steps only their seconds, later also their causes.
+        """Report the compilations since the last call: in the first steps their seconds, later each new cause.
 
         Args:
             step: number of steps done.
@@ -231,5 +231,5 @@ def _advice(cause: str, found: _Found) -> str:
     from torch._dynamo import config  # documented, and already imported
 
     if len(found.reasons) >= config.recompile_limit:
-        return f"last recompilation: from {len(found.reasons) + 1} versions on it runs uncompiled; {text}"
+        return f"last recompilation: from {len(found.reasons) + 1} versions on this code runs uncompiled; {text}"
     return text

@@ -85,7 +85,7 @@ class Failure:
         Args:
             error: exception.
             who: rank and machine, for a headline above a traceback; no headline by default.
-            hide: source files whose frames are left out at the begin of a traceback.
+            hide: source files whose frames are left out at the beginning of a traceback.
         """
         if isinstance(error, D9dError):
             return cls(describe(error), error.exit_code, isinstance(error, OtherRankError))
@@ -141,7 +141,7 @@ class FailureReporter:
     Args:
         who: rank and machine.
         listener: launcher that waits for the process; ``None`` to print on standard error.
-        hide: source files whose frames are left out at the begin of tracebacks.
+        hide: source files whose frames are left out at the beginning of tracebacks.
 
     Attributes:
         exit_code: exit status of this rank's failure, or of the first rank's failure if ``claim`` of :meth:`tell` sets
@@ -157,7 +157,10 @@ class FailureReporter:
         self._lock = threading.Lock()
 
     def raised(self, error: BaseException, claim: Callable[[str], str]) -> bool:
-        """Report the exception that ends this rank unless another rank failed first; return whether it was reported."""
+        """Report the exception that ends this rank, unless another rank failed first.
+
+        Returns whether this exception was reported as the cause.
+        """
         # The rank that failed first may report later than this rank, so this rank must not claim to be the first.
         first = error.who if isinstance(error, OtherRankError) else None
         return self.tell(Failure.of(error, self.who, self._hide), claim if first is None else lambda _who: first)

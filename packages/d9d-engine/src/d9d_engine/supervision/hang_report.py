@@ -38,7 +38,7 @@ def claim_failure(store: Store, name: str, status: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Status of a rank in a hang report. Ranks with equal phase, step and ``where`` do the same work.
+    """Status of a rank in a hang report. Ranks with equal phase, step, ``where`` and ``waits`` do the same work.
 
     Attributes:
         who: rank, coordinates and machine.
@@ -47,7 +47,7 @@ class Status:
         where: one-line description of the code that the training thread runs.
         waits: whether that thread waits for a collective or the device.
         stack: stack of that thread, outermost frame first.
-        elapsed: seconds since the phase began.
+        elapsed: seconds since the phase began, or since the last progress in it.
         remaining: seconds to the deadline of the phase; negative after the deadline.
     """
 

@@ -22,7 +22,8 @@ def fail_together(action: Callable[[], object], who: str, group: dist.ProcessGro
 
     Raises:
         Exception: the function failed here; the same exception.
-        OtherRankError: the function failed on another rank; of several failures, an error of the job is named.
+        OtherRankError: the function failed on another rank; of several failures, one with the highest exit status is
+            named, such as an error of the job.
     """
     failure: Exception | None = None
     try:

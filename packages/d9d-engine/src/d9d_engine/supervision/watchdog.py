@@ -35,7 +35,8 @@ class Phase:
     Attributes:
         name: name of the phase, and of its limit.
         step: optimizer step, if there is one.
-        since, deadline: begin and deadline of the phase, in seconds of ``time.monotonic``.
+        since: time of the phase's beginning, or of its last :meth:`Watchdog.beat`, by ``time.monotonic``.
+        deadline: deadline of the phase, by ``time.monotonic``.
     """
 
     name: str
@@ -149,7 +150,7 @@ class Watchdog:
         self._thread.start()
 
     def failed_elsewhere(self) -> bool:
-        """Whether another rank has failed; false before :meth:`start`. May be called in any thread."""
+        """Whether a rank has failed, or the store is gone; false before :meth:`start`. May be called in any thread."""
         try:
             return self._alarm is not None and self._alarm.any_failed()
         except RuntimeError:  # the process that served the store has ended

@@ -18,7 +18,7 @@ class Placed:
     """Parameters with equal placement and shape whose names differ only in numbers.
 
     Attributes:
-        pattern: name, with ``*`` for numbers if there are several.
+        pattern: name; of several parameters, with ``*`` for the numbers.
         count: number of parameters.
         shape: full shape.
         placement: text about the placement.

@@ -1,1 +1,1 @@
-"""First forward over each step's microbatches, by the trained or a frozen model; a task's loss needs its outputs."""
+"""First pass: a forward over each step's microbatches, by the trained or a frozen model, whose outputs a loss needs."""

@@ -72,7 +72,7 @@ def build_first_pass(
         running: auxiliary losses, tallies, gradients and statistics of the trained model's executor.
 
     Raises:
-        JobError: the job cannot provide the model that the task asks for.
+        D9dError: the job cannot provide the model that the task asks for, or its weights cannot be read.
     """
     if not isinstance(own_task, TwoPassTask):
         return BuiltFirstPass()

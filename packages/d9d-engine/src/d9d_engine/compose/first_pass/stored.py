@@ -54,7 +54,8 @@ def stored_outputs(
         note: prints a line.
 
     Raises:
-        JobError: the dataset does not number its samples.
+        JobError: the dataset does not number its samples, an epoch does not visit each of them, or a machine does not
+            see the file.
         CheckpointError: the file cannot be written or read, on any rank.
     """
     path = job.run.directory / f"first-pass-{_identity(job, stream)}.safetensors"

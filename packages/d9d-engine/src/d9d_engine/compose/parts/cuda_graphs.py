@@ -1,4 +1,4 @@
-"""CUDA graphs of modules: checks that the layout permits them, and marks the begin of each step for torch."""
+"""CUDA graphs of modules: checks that the layout permits them, and marks the beginning of each step for torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_cuda_graphs(applied: Sequence[tuple[Chosen, Applied]], pipeline: Pipel
 
     A replay uses the addresses of the capture. So parameters must keep their addresses, a module must run device
     kernels only, and outputs must no longer be needed when the next step begins. In a model that only runs forward,
-    outputs stay valid: no steps are marked, so torch keeps live tensors.
+    outputs stay valid: a step is marked only once, when the model is built, so torch keeps live tensors.
 
     Args:
         applied: strategies and their effects.
@@ -59,7 +59,7 @@ def _reason(applied: Sequence[tuple[Chosen, Applied]], pipeline: Pipeline, devic
         if outcome.reducers or any(owner.owner == "fsdp" for owner in outcome.gradients):
             return (
                 f"{chosen.where} ({chosen.spec.name}) gathers or copies the parameters of a block into other memory "
-                "in each step and frees them after it, but a graph uses fixed addresses"
+                "in each step, and frees this memory afterwards, but a graph uses fixed addresses"
             )
         if outcome.on_host:
             return f"{chosen.where} ({chosen.spec.name}) keeps parameters in host memory"
@@ -72,7 +72,7 @@ def _reason(applied: Sequence[tuple[Chosen, Applied]], pipeline: Pipeline, devic
 
 
 def step_mark(applied: Sequence[tuple[Chosen, Applied]]) -> Callable[[], None]:
-    """Function to call at the begin of a step; it does nothing if no module is captured.
+    """Function to call at the beginning of a step; it does nothing if no module is captured.
 
     The mark tells torch that outputs of the previous step's graphs are no longer needed. It is called once a step, not
     once a microbatch: gradients of earlier microbatches stay in the graphs' memory until the update, and within a step

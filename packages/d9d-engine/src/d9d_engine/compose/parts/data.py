@@ -128,7 +128,7 @@ def summary_of(job: JobConfig, facts: State) -> str:
 
     Args:
         job: validated job.
-        facts: facts of the opened dataset; the summary has some of them, ``startup.json`` has all.
+        facts: facts of the opened dataset; the summary has some of them, ``facts.json`` in the run's directory has all.
     """
     units = {"samples": "samples", "tokens": "tokens", "learned_tokens": "learned"}
     size = [job.data.selector, *(f"{facts[name]:,} {unit}" for name, unit in units.items() if _is_count(facts, name))]

@@ -1,4 +1,4 @@
-"""Check that entries of ``parallel`` for parts of a model act on different modules."""
+"""Checks of entries of ``parallel`` for parts of a model: they act on different modules, and compute in one dtype."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_matches(model: nn.Module, strategies: Sequence[Part]) -> None:
         if common is not None:
             raise BuildError(
                 f"{first.where} ({names[0]}) and {second.where} ({names[1]}) both act on "
-                f"{common or 'the whole model'}; give each entry other modules by 'match'"
+                f"{common or 'the whole model'}; give each entry different modules by 'match'"
             )
 
 
@@ -53,7 +53,8 @@ def format_of_compute(
         applied: strategies and their effects.
 
     Raises:
-        BuildError: a strategy converts the parameters of a part of the model, and no other strategy converts the rest.
+        BuildError: a strategy converts the parameters of a part of the model, and no other strategy converts the rest
+            to the same dtype.
     """
     if precision.autocast is not None:
         return precision.autocast
@@ -75,7 +76,8 @@ def check_conversions(stages: Iterable[nn.Module], applied: Iterable[tuple[str, 
         otherwise: setting of autocast, for messages.
 
     Raises:
-        BuildError: a strategy converts the parameters of a part of the model, and no other strategy converts the rest.
+        BuildError: a strategy converts the parameters of a part of the model, and no other strategy converts the rest
+            to the same dtype.
     """
     converting = [(place, outcome) for place, outcome in applied if outcome.compute_dtype is not None]
     if not converting:
@@ -97,6 +99,6 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 def _common(these: Sequence[str], those: Sequence[str]) -> Iterator[str]:
-    """Innermost modules that are in both lists, or inside a module of the other list."""
+    """Names in either list that are also in the other list, or inside a module of the other list."""
     yield from (name for name in those if is_inside(name, these))
     yield from (name for name in these if is_inside(name, those))

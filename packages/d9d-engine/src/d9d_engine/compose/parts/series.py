@@ -13,7 +13,7 @@ from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.subscribers.config import EarlyStoppingConfig
 
-#: Series that every run logs, in addition to one per loss term.
+#: Series that every run logs; with several loss terms, also one series per term.
 _ALWAYS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps")
 
 
