@@ -75,6 +75,8 @@ class Case:
             "peft": None,
             "seed": 3,
             "task": "t",
+            "head": "policy",
+            "strategy": "fsdp",
             "data": "data",
         }
         self.directory = directory
@@ -95,7 +97,8 @@ class Case:
             precision=dumped(settings["precision"]),
             peft=None if settings["peft"] is None else dumped(settings["peft"]),
             seed=settings["seed"],
-            task=SimpleNamespace(selector=settings["task"]),
+            task=SimpleNamespace(selector=settings["task"], model_dump=dumped(settings["head"]).model_dump),
+            parallel=(SimpleNamespace(selector=settings["strategy"]),),
         )
         forward, topology = cast("Any", self.forward), cast("Any", self.topology)
         where, note = "data.dataset", self.notes.append
@@ -139,7 +142,7 @@ def test_stored_results_are_used_again_and_damaged_ones_computed_again(case: Cas
     assert case.forward.packs == 4
 
 
-@pytest.mark.parametrize("changed", ["model", "precision", "peft", "seed", "task", "data"])
+@pytest.mark.parametrize("changed", ["model", "precision", "peft", "seed", "task", "head", "strategy", "data"])
 def test_results_of_other_settings_are_not_used(case: Case, changed: str) -> None:
     case.run()
     case.settings[changed] = "other"

@@ -135,10 +135,12 @@ def _gathered(
 
 
 def _identity(job: JobConfig, stream: DataStream) -> str:
-    """Digest of the settings that determine the results: data, task, model, fine-tuning, seed and precision."""
+    """Digest of settings that determine the results: data, task, model, fine-tuning, seed, precision, strategies."""
     peft = None if job.peft is None else job.peft.model_dump(mode="json")
     model, precision = job.model.model_dump(mode="json"), job.precision.model_dump(mode="json")
-    parts = [dict(stream.state()), job.task.selector, model, peft, job.seed, precision]
+    # Fields of the task choose outputs, such as the head; strategies such as fp8 change them. Sizes of the mesh do not.
+    task, strategies = job.task.model_dump(mode="json"), sorted(config.selector for config in job.parallel)
+    parts = [dict(stream.state()), job.task.selector, task, model, peft, job.seed, precision, strategies]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
