@@ -130,7 +130,7 @@ def test_jobs_are_checked_as_far_as_they_need_no_tensors(without_torch: dict[str
         ("optimizer.lrr=1", "optimizer.lrr: not a field of 'adamw'"),
         ("mesh.dp_shard=2", "mesh.dp_shard is 2, but no component of the job uses that axis"),
         ("kernels.attention=spda", "kernels.attention: unknown kernel 'attention.spda'"),
-        ("mesh.ep=2", "2 expert groups must cover whole inner axes"),
+        ("mesh.ep=2", "2 ranks that split the experts must cover whole inner axes"),
     ],
 )
 def test_wrong_jobs_are_refused(without_torch: dict[str, str], override: str, complaint: str) -> None:

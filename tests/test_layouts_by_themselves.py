@@ -162,7 +162,7 @@ def test_without_the_package_of_the_strategy_the_error_says_what_to_install() ->
         (
             4,
             {"mesh": {"dp_shard": 4, "ep": 3}, "parallel": ["fsdp"], "batch": {"size": 8}},
-            ["mesh.ep: 3 expert groups must cover whole inner axes", "dp_replicate=1: use 1, 2 or 4"],
+            ["mesh.ep: 3 ranks that split the experts must cover whole inner axes", "dp_replicate=1: use 1, 2 or 4"],
             {"mesh": {"dp_shard": "auto"}},
         ),
     ],

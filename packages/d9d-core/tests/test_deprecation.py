@@ -107,8 +107,8 @@ def test_a_module_has_no_other_names(contracts: ModuleType) -> None:
     ("make", "text"),
     [
         (lambda: Deprecated("contracts.New", ends="0.4", last_api=2), "write 'package.module:attribute'"),
-        (lambda: Deprecated("contracts:New", ends="0.4.1", last_api=2), "write the release without the name"),
-        (lambda: deprecated(use="x", ends="soon"), "write the release without the name"),
+        (lambda: Deprecated("contracts:New", ends="0.4.1", last_api=2), "write the first release without the name"),
+        (lambda: deprecated(use="x", ends="soon"), "write the first release without the name"),
     ],
 )
 def test_a_deprecation_without_a_target_or_an_end_is_refused(make: Callable[[], object], text: str) -> None:

@@ -59,7 +59,7 @@ def test_two_records_of_one_type_are_a_choice_of_the_job() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": ""}, {"model_type": ["a"]}])
 def test_a_config_without_a_type_needs_a_name(config: dict[str, Any]) -> None:
-    with pytest.raises(JobError, match="its config.json states no model_type; name the model in model.name"):
+    with pytest.raises(JobError, match="the model's config.json states no model_type; name the model in model.name"):
         model_for_type(config, registry())
 
 
@@ -97,7 +97,10 @@ def test_the_model_of_a_checkpoint_is_the_one_that_it_names(tmp_path: Path) -> N
         ({"pretrained": None}, "model: expected the name of a model, or a mapping with 'name'"),
         ({"pretrained": "other"}, "model: pretrained: other: no installed model reads model_type 'llama'"),
         ({"pretrained": "org/name"}, "hf download org/name --local-dir name, then set model.pretrained to ./name"),
-        ({"pretrained": "absent"}, "pretrained: absent: its config.json cannot be read (No such file or directory)"),
+        (
+            {"pretrained": "absent"},
+            "pretrained: absent: the config.json of absent cannot be read (No such file or directory)",
+        ),
         (
             {"name": "toy_model", "pretrained": "other"},
             "model_type in its config.json is 'llama', which model 'toy_model'",
@@ -117,7 +120,7 @@ def test_a_model_that_cannot_be_found_is_an_error_with_the_next_action(
 def test_an_existing_directory_is_not_taken_for_a_name_on_the_hub(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(JobError, match="its config.json cannot be read"):
+    with pytest.raises(JobError, match="config.json of .* cannot be read"):
         job(registry(), pretrained="org/name")
 
 

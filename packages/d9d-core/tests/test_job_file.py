@@ -279,7 +279,7 @@ class ShapesConfig(PluginConfig):
     ("fields", "message"),
     [
         ("several: [{kind: square}]", "model.several[0].side: missing; add 'side:' under 'model.several[0]'"),
-        ("several: [{side: 1}]", "model.several[0]: 'kind' is missing, which selects the fields, got {'side': 1}"),
+        ("several: [{side: 1}]", "model.several[0]: 'kind', which selects the fields, is missing, got {'side': 1}"),
         ("several: [{kind: round, radius: 0}]", "model.several[0].radius: input should be greater than 0, got 0"),
         ("several: [{kind: round, radius: 1, side: 2}]", "model.several[0].side: not a field of this section; fields"),
         ("called: {a: {kind: square}}", "model.called.a.side: missing; add 'side:' under 'model.called.a'"),

@@ -214,8 +214,8 @@ def test_a_mesh_of_another_number_of_processes_says_what_to_start() -> None:
 
 def test_an_impossible_number_of_expert_groups_lists_the_nearest() -> None:
     assert problems(4, mesh={"dp_shard": 4, "ep": 3}, parallel=["shards", "experts"]) == [
-        "mesh.ep: 3 expert groups must cover whole inner axes and divide the next one; here tp=1, cp=1, dp_shard=4, "
-        "dp_replicate=1: use 1, 2 or 4"
+        "mesh.ep: 3 ranks that split the experts must cover whole inner axes and divide the next one; here "
+        "tp=1, cp=1, dp_shard=4, dp_replicate=1: use 1, 2 or 4"
     ]
 
 

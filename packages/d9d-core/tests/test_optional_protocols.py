@@ -96,8 +96,8 @@ def test_a_component_with_all_or_no_members_of_an_optional_protocol_is_accepted(
         ),
         (
             HalfAverages(), Optimizer,
-            "HalfAverages has evaluation_weights of d9d_core.optimizer:AveragesWeights, but lacks average; write them, "
-            "or rename the others",
+            "HalfAverages has evaluation_weights of d9d_core.optimizer:AveragesWeights, but lacks average; add the "
+            "missing members, or rename the present ones",
         ),
         (
             DividesByTwo(), Optimizer,
@@ -106,8 +106,8 @@ def test_a_component_with_all_or_no_members_of_an_optional_protocol_is_accepted(
         ),
         (
             Forgets(), Subscriber,
-            "Forgets has state of d9d_core.subscriber:StatefulSubscriber, but lacks load_state; write them, or rename "
-            "the others",
+            "Forgets has state of d9d_core.subscriber:StatefulSubscriber, but lacks load_state; add the missing "
+            "members, or rename the present ones",
         ),
         (Steps(), Task, "Steps.begin_step is not a method; make it one, as d9d_core.task:SeesSteps says"),
     ],

@@ -108,9 +108,9 @@ def test_names_of_tables_and_vectors_are_for_all_their_values() -> None:
     with pytest.raises(ValueError, match="a table of 2 rows has 3 names for them"):
         Table(torch.zeros(2, 3), rows=("a", "b", "c"))
     Vector(torch.zeros(2), ("a", "b"))
-    with pytest.raises(ValueError, match=r"a vector of shape \[2\] has 1 names; give one for each value"):
+    with pytest.raises(ValueError, match=r"a vector has shape \[2\] and 1 names; give one dimension"):
         Vector(torch.zeros(2), ("a",))
-    with pytest.raises(ValueError, match=r"a vector of shape \[2, 2\] has 2 names"):
+    with pytest.raises(ValueError, match=r"a vector has shape \[2, 2\] and 2 names"):
         Vector(torch.zeros(2, 2), ("a", "b"))
     with pytest.raises(ValueError, match="several values of a vector are named a, b; give each"):
         Vector(torch.zeros(5), ("b", "a", "b", "a", "c"))

@@ -52,7 +52,8 @@ MASK_KINDS: tuple[MaskKind, ...] = ("causal", "bidirectional", "blocks")
 class DocumentBlocks:
     """Documents together with the blocks inside them, passed in place of documents to attention of kind ``blocks``.
 
-    This class is neither a tuple nor a dataclass, because FSDP's mixed precision rebuilds those for every layer.
+    This class is neither a tuple nor a dataclass, because FSDP's mixed precision rebuilds tuples and dataclasses
+    for every layer.
 
     Args:
         documents: int64 [B, S], index of each position's document; ``None`` if a sample is one document.

@@ -55,8 +55,8 @@ _LARGEST = 2**63 - 1
 #: Address such as ``s3:/bucket``, from which ``pathlib`` has dropped a slash. Windows drives, which have one letter, do
 #: not match.
 _ADDRESS_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-#: Similarity from which an unknown field gets the most similar field of its section as hint. A less similar one gets
-#: the field of d9d that stands for it in the table of other tools' words, if the table has it.
+#: Smallest similarity at which the hint for an unknown field is the most similar field of its section. If no field is
+#: that similar, the hint comes from the table of other tools' words, if the table has the unknown field.
 _ALIKE = 0.75
 _NO_ADDRESS = "an address is not supported here; give a local path, such as one where the storage is mounted"
 
@@ -125,7 +125,8 @@ PathOrAddress = Annotated[str, AfterValidator(_has_driver)]
 def _refused_values(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
     """Yield errors for values that pydantic accepts but d9d does not.
 
-    These are booleans as numbers, integers above 64 bits, infinity in untyped values, and addresses as paths.
+    These are booleans as numbers, integers above 64 bits, infinity and NaN inside mappings and lists, and addresses as
+    paths.
     """
     # pydantic's strict mode would also refuse the numbers that YAML leaves as strings, such as 1e3.
     if isinstance(given, bool) and type(read) in (int, float):
@@ -165,7 +166,7 @@ class Section(BaseModel):
     A field that accepts infinity is declared ``Annotated[float, Field(allow_inf_nan=True, gt=0)]``.
     """
 
-    # A field refuses infinity and NaN unless it accepts them; JSON dumps write them as constants, not as null.
+    # A field refuses infinity and NaN unless it sets allow_inf_nan. JSON dumps write both as constants, not as null.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,

@@ -111,7 +111,7 @@ class OpCost:
 
     Attributes:
         name: name of the op, for tables.
-        kind: device rate that bounds the op: FLOPs of (grouped) matrix products or attention, or memory bandwidth.
+        kind: device rate that bounds the op: FLOP/s of (grouped) matrix products or attention, or memory bandwidth.
         flops, backward_flops: FLOPs of forward and backward; a multiply-add counts as two.
         traffic, backward_traffic: bytes read from and written to device memory.
         kept: bytes kept from the forward for the backward.
@@ -174,7 +174,7 @@ class BlockCost:
         parameters: number of parameters on this rank, before data parallelism shards them.
         expert_parameters: number of parameters of experts on this rank, in addition to ``parameters``. They are sharded
             over the view ``expert`` of the mesh.
-        input: bytes of the block's input, which is all that activation checkpointing keeps.
+        input: bytes of the block's input, which activation checkpointing keeps.
         workspace: further bytes at the peak of the block's backward.
         exchanges, backward_exchanges: collectives of forward and backward. Computation waits for them unless a strategy
             overlaps them (:attr:`StrategyCost.overlaps`).
@@ -264,7 +264,8 @@ class StrategyCost:
             during the backward of the last microbatch; full gradients are kept until then.
         in_place: whether, if each of ``dp_shard``, ``cp`` and ``pp`` has one rank, nothing is gathered or copied and
             gradients are reduced in place, during the backward of the last microbatch.
-        compute_width, reduce_width: bytes per element of parameters in computation, and of gradients in reductions.
+        compute_width, reduce_width: bytes per element of parameters in computation, and of gradients in reductions;
+            ``None`` if the strategy does not change the dtype.
         offloads: whether parameters, gradients and optimizer state are in host memory.
         compiled: whether blocks are compiled.
         recomputed: fraction of the blocks that the backward recomputes.
@@ -276,7 +277,7 @@ class StrategyCost:
         meets_every: number of steps between two all-reduces, in float32, of the parameters over ``dp_replicate``, whose
             replicas take their own steps; 0 if gradients are reduced over ``dp_replicate`` instead.
         state: bytes per trained parameter of tensors that the strategy keeps, sharded like the parameter.
-        copies: number of copies of the trained parameters, in their format, that the strategy keeps in addition.
+        copies: number of copies of the trained parameters, with equal dtype and sharding, that the strategy keeps.
     """
 
     shards: bool = False
@@ -304,7 +305,7 @@ class StrategyCost:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCost:
-    """Cost that a fine-tuning method adds to one weight, for one microbatch; all other weights are frozen.
+    """Cost that a fine-tuning method adds for one weight, for one microbatch. A weight that no method trains is frozen.
 
     Attributes:
         trains: whether the weight itself is trained.

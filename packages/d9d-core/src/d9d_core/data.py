@@ -88,8 +88,8 @@ class DataContext:
         pretrained: directory or address of the pretrained weights; ``None`` without them.
         one_pass: whether the stream gives every sample once, in the order of the sources, and then fillers; see the
             module docstring.
-        inputs: tokens of a text that become inputs, see :data:`TextInputs`. They must match the inputs a head was
-            trained with.
+        inputs: tokens of a text that become inputs, see :data:`TextInputs`. A head needs the tokens with which it was
+            trained.
     """
 
     seed: int

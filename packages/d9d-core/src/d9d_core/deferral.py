@@ -18,7 +18,8 @@ from torch.autograd.graph import GradientEdge, Node
 __all__ = ["Deferral", "DeferredWeights"]
 
 _Item = tuple[GradientEdge, Callable[[], Tensor]]
-#: Size in bytes from which one autograd call adds computed weight gradients to the parameters' gradients.
+#: Weight gradients are computed until they have this many bytes; then one autograd call adds them to the parameters'
+#: gradients.
 _TOGETHER = 32 * 2**20
 
 

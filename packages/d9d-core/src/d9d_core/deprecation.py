@@ -60,7 +60,7 @@ class Deprecated:
 
     Attributes:
         target: ``"package.module:attribute"``, the object that the old name still means; imported when it is used.
-        ends: release without the old name, such as ``0.4``.
+        ends: first release without the old name, such as ``0.4``.
         last_api: last plugin API with the old name.
         use: replacement, for messages; by default the target.
 
@@ -112,7 +112,7 @@ def deprecated(*, use: str, ends: str) -> Callable[[Callable[P, R]], Callable[P,
 
     Args:
         use: replacement, for messages.
-        ends: release without the function, such as ``0.4``.
+        ends: first release without the function, such as ``0.4``.
 
     Raises:
         ValueError: ``ends`` is not a release.
@@ -139,7 +139,7 @@ def deprecation_text(name: str, use: str, ends: str) -> str:
 
 def _check_release(ends: str) -> None:
     if not re.fullmatch(r"\d+\.\d+", ends):
-        raise ValueError(f"ends is {ends!r}; write the release without the name, such as '0.4'")
+        raise ValueError(f"ends is {ends!r}; write the first release without the name, such as '0.4'")
 
 
 def _warn(name: str, use: str, ends: str) -> None:

@@ -58,7 +58,8 @@ class LiveState(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """Tensors of this rank by name: the local shard of every tensor that a checkpoint holds.
 
-        Parameters and optimizer state are not copied; they change after the next commit. All others are copies.
+        Parameters and optimizer state are not copied; they change after the next commit. All other tensors are
+        copies.
         """
         ...
 

@@ -8,8 +8,8 @@
     ├── LaunchError               an engine, such as Slurm, is missing, refuses a submission or does not answer
     ├── CheckpointError           a checkpoint cannot be written or read, or belongs to another model
     │   └── SaveError             the storage failed during a save; exit status 1: another attempt may succeed
-    └── TrainingError             a failure during training; exit status 1
-        └── NonFiniteError        a loss or gradient was NaN or infinite and the policy is ``error``
+    └── TrainingError             a failure during training or inference; exit status 1
+        └── NonFiniteError        a loss, gradient or output was NaN or infinite
 
 Messages say where (file, line, field, parameter), why, which distribution is affected, and what to do next.
 """
@@ -67,7 +67,11 @@ class TrainingError(D9dError):
 
 
 class NonFiniteError(TrainingError):
-    """A loss or gradient was NaN or infinite; the step left the training state unchanged."""
+    """A loss, gradient or output of inference was NaN or infinite, and ``nonfinite`` of the job does not allow it.
+
+    Also raised if ``nonfinite: skip`` has skipped too many consecutive steps. A step with a NaN or infinity leaves the
+    training state unchanged.
+    """
 
 
 def interrupt_behind(error: BaseException) -> bool:

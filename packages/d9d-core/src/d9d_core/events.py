@@ -193,9 +193,9 @@ class TrainingStarts:
 class AttemptStarts:
     """An attempt at step ``step`` (0-based) begins, in a job with elastic replicas (:mod:`d9d_core.elastic`).
 
-    If a replica is lost during the attempt, it is undone: AttemptStarts, StepStarts and the events of the forward and
-    backward follow again for the same step. If this replica takes the state of a replica that is ahead, the steps
-    between them have no events here.
+    If a replica is lost during the attempt, the attempt is undone: AttemptStarts, StepStarts and the events of the
+    forward and backward follow again for the same step. If this replica takes the state of a replica that is ahead,
+    this replica has no events of the steps that it skips.
     """
 
     step: int

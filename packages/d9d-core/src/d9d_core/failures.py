@@ -60,7 +60,10 @@ def ended_by(source: str, error: BaseException, kind: type[D9dError] = TrainingE
 
 
 def source_of(error: BaseException) -> str | None:
-    """Plugin whose code raised an exception, with file and line; ``None`` if d9d's own code raised it."""
+    """Plugin whose code raised an exception, with file and line; ``None`` if d9d's own code raised it.
+
+    If the code belongs to no plugin, only file and line.
+    """
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_between(frame)]
     if not frames or _package(frames[-1][0]) in _FOUNDATION:
         return None
@@ -96,5 +99,5 @@ def _package(frame: FrameType) -> str:
 
 
 def _is_between(frame: FrameType) -> bool:
-    # Such frames belong to Python's library, or to the module that loads plugins' references.
+    # Such frames belong to Python's library, or to d9d's replacement of ``os._exit``.
     return _package(frame) in sys.stdlib_module_names or frame.f_globals.get("__name__") == ref.__name__

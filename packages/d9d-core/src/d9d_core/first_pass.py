@@ -60,9 +60,8 @@ class TwoPassTask(Protocol):
     """Optional protocol of a :class:`~d9d_core.task.Task` that needs a first forward, without gradients, in each step.
 
     The forward runs over all microbatches of the step and adds tensors to them, for the task's ``losses`` and
-    ``observations``. The added tensors
-    exist only on ranks that hold the last pipeline stage, so ``weights``, ``count`` and ``inputs`` must not read them.
-    Evaluations make a first pass too.
+    ``observations``. The added tensors exist only on ranks that hold the last pipeline stage, so ``weights``, ``count``
+    and ``inputs`` must not read them. Evaluations make a first pass too.
     """
 
     @property

@@ -120,7 +120,7 @@ class ReadsModules(Protocol):
 
 @runtime_checkable
 class ReadsTexts(Protocol):
-    """Optional protocol of an :class:`InferenceTask` that needs the same tokens of a text as inputs as in training."""
+    """Optional protocol of an :class:`InferenceTask` that chooses which tokens of a text are inputs, as in training."""
 
     @property
     def text_inputs(self) -> TextInputs:
@@ -139,7 +139,7 @@ class JoinsPositions(SplitsPositions, Protocol):
 
     @property
     def of_positions(self) -> frozenset[str]:
-        """Names of kept outputs split over positions, [B, S / R, ...] on R ranks; others are equal on all ranks."""
+        """Names of kept outputs split over positions, [B, S / R, ...] on R ranks; all other outputs are equal."""
         ...
 
 
@@ -177,7 +177,7 @@ class ContinuesRows(Protocol):
         ...
 
     def logits(self, outputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Logits [B, S, V] from the model's outputs; ``None`` if it has none, so that every rank raises an error."""
+        """Logits [B, S, V] from the model's outputs; ``None`` if there are none: then every rank raises an error."""
         ...
 
 

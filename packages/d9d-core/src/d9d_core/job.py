@@ -51,13 +51,13 @@ class LoadedJob(BaseJob):
             path: YAML, TOML or JSON file.
             registry: registry that resolves names; by default, installed plugins that the section ``plugins`` allows.
             overrides: assignments ``section.field=value``.
-            policy: further restrictions on plugins.
+            policy: further restrictions on plugins, and further plugin files.
             world_size: number of processes, for a mesh with ``auto`` and for a file without a mesh; by default, the
                 number of started processes, if known.
 
         Raises:
             JobError: the file is invalid; one line per problem.
-            PluginError: a required or single-file plugin cannot be loaded.
+            PluginError: a plugin, or the plugin policy, is refused; see :func:`d9d_core.registry.loader.discover`.
         """
         document = Document.read(Path(path)).override(overrides)
         started = cls._started() if world_size is None else world_size
@@ -85,7 +85,7 @@ class LoadedJob(BaseJob):
 
         Raises:
             JobError: the file is invalid, or names a plugin file, code to import, or an address.
-            PluginError: a required plugin cannot be loaded.
+            PluginError: a plugin, or the plugin policy, is refused; see :func:`d9d_core.registry.loader.discover`.
         """
         document = saved.read(overrides)
         started = cls._started() if world_size is None else world_size
@@ -106,7 +106,7 @@ class LoadedJob(BaseJob):
 
         Raises:
             JobError: a value is invalid; one line per problem.
-            PluginError: a required or single-file plugin cannot be loaded.
+            PluginError: a plugin, or the plugin policy, is refused; see :func:`d9d_core.registry.loader.discover`.
         """
         document = Document(dict(values))
         return cls._read(document, registry or registry_for(document), world_size)
@@ -174,7 +174,7 @@ class LoadedJob(BaseJob):
             :class:`~d9d_core.job_file.resolve.Parts` of the job's kind.
 
         Raises:
-            D9dError: one line per problem, and a note with an edit that solves it.
+            D9dError: one line per problem; a note has an edit that solves all of them, if one was found.
         """
         with self._source.document.placing():
             selection = select_parts(self, self.registry)

@@ -12,9 +12,9 @@ Start here: :class:`Launcher` has five methods, which ``d9d launch`` calls::
         def status(self, identifier, folder, lines): ...            # ask the engine
         def cancel(self, identifier): ...
 
-Each process of a job ends with one of these statuses, whatever engine started it: :data:`EXIT_FINISHED`,
-:data:`EXIT_STOPPED` and :data:`EXIT_FAILED`. A launcher restarts a job, which then continues from its newest
-checkpoint, after every status but 0 and 2. A file in the run's directory states the same outcome: ``finished.json``,
+The exit status of a job's processes says whether a restart helps. It does not after :data:`EXIT_FINISHED` and
+:data:`EXIT_FAILED`. After :data:`EXIT_STOPPED` and every other status, a launcher restarts the job, which then
+continues from its newest checkpoint. A file in the run's directory states the same outcome: ``finished.json``,
 ``stopped.json`` or ``failed.json``.
 """
 
@@ -48,7 +48,7 @@ LaunchState: TypeAlias = Literal["waiting", "running", "finished", "failed", "ca
 class LaunchRequest:
     """Request to run a job on machines of an engine. All paths are absolute.
 
-    Paths may contain any characters, so a launcher must quote them in scripts and files.
+    Paths may contain any characters except control characters, so a launcher must quote them in scripts and files.
 
     Attributes:
         name: name of the run: letters, digits, ``_``, ``-`` and ``.``.
@@ -62,6 +62,9 @@ class LaunchRequest:
         device: type of device of the job, such as ``cuda``; ``auto`` for the best that a machine has.
         source: the user's job file, of which ``job`` is a copy; ``None`` if unknown.
         source_sha256: SHA-256 of that file, in hexadecimal digits, when the copy was made; empty if unknown.
+
+    Raises:
+        LaunchError: a path or an argument of the command has a control character.
     """
 
     name: str

@@ -74,7 +74,7 @@ class Vector:
         names: names of the values, all different.
 
     Raises:
-        ValueError: the number of names differs from the number of values, or a name is repeated.
+        ValueError: ``values`` is not 1-D, the number of names differs from the number of values, or a name is repeated.
     """
 
     values: Tensor
@@ -83,7 +83,8 @@ class Vector:
     def __post_init__(self) -> None:
         if self.values.ndim != 1 or len(self.names) != len(self.values):
             raise ValueError(
-                f"a vector of shape {list(self.values.shape)} has {len(self.names)} names; give one for each value"
+                f"a vector has shape {list(self.values.shape)} and {len(self.names)} names; give one dimension, and a "
+                "name for each value"
             )
         if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
             raise ValueError(f"several values of a vector are named {', '.join(twice)}; give each a different name")

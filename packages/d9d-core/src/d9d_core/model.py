@@ -17,10 +17,10 @@ modules with parameters initialise them later (:class:`d9d_core.traits.LateInit`
         def forward(self, x):
             return {"y": self.slope * x}
 
-All other protocols are optional. :class:`ContextShare`, :class:`SplitsContext`, :class:`SeesContext`,
-:class:`SharesAttention` and :class:`GathersLatents` complement the trait
-:class:`~d9d_core.traits.ContextParallelizable`; the other protocols complement the trait
-:class:`~d9d_core.traits.TensorParallelizable`.
+All other protocols are optional. :class:`PositionShare`, :class:`ContextShare`, :class:`SplitsContext`,
+:class:`SeesContext`, :class:`SharesAttention` and :class:`GathersLatents` complement the trait
+:class:`~d9d_core.traits.ContextParallelizable`. :class:`SeesOneDocument` complements no trait; all others complement
+the trait :class:`~d9d_core.traits.TensorParallelizable`.
 """
 
 from __future__ import annotations

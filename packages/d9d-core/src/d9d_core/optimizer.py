@@ -44,15 +44,16 @@ __all__ = ["AveragesWeights", "DeclaresCollectives", "DividesGradients", "LrSche
 class Optimizer(Protocol):
     """In-place optimizer. Its state is keyed by parameter name, so that a run can resume with another layout.
 
-    An optimizer receives the trained parameters of the full model, so that its rules select the same on every rank.
-    Parameters of other pipeline ranks, and their state, are on the meta device and never have gradients.
+    An optimizer receives the trained parameters of the full model, so that its rules select the same parameters on
+    every rank. Parameters of other pipeline ranks, and their state, are on the meta device and never have gradients.
 
     Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` is then sharded like its parameter.
     Elementwise updates use :func:`d9d_core.tensors.local` of each tensor. Updates that need more, such as whole
     matrices, communicate inside :meth:`step`, over the meshes of the parameters. All ranks of a mesh call :meth:`step`
     together and have gradients of the same parameters, so collectives issued in the order of the parameters match.
 
-    Features of only some optimizers are separate protocols: :class:`DividesGradients`, :class:`AveragesWeights`.
+    Features of only some optimizers are separate protocols: :class:`DividesGradients`, :class:`AveragesWeights`,
+    :class:`DeclaresCollectives`.
     """
 
     def init_state(self) -> None:

@@ -39,7 +39,7 @@ class PeftMethod(Protocol):
     def merge(self, stage: nn.Module) -> None:
         """Merge the added tensors into the original parameters, for export.
 
-        Called for every export; afterwards, the stage, its tensors and this object are restored bit for bit.
+        Called for every export; afterwards, the caller restores the stage, its tensors and this object bit for bit.
         """
         ...
 

@@ -185,9 +185,11 @@ class CommunicatesInContext(Protocol):
 class GradientOwner:
     """Owner of the reduction of one parameter's gradient over one mesh axis, and the reduction's operation.
 
-    For a parameter that belongs to a view (:attr:`Applied.views`), ``axis`` is a dimension of the view. Owner ``none``:
-    the gradient is not reduced over the axis. If ranks of the axis see different samples and hold the same part of the
-    parameter, its replicas then diverge, and the strategy must set :attr:`Applied.meetings` or
+    For a parameter that belongs to a view (:attr:`Applied.views`), ``axis`` is a dimension of the view.
+
+    Owner ``fsdp``: FSDP reduces the gradient. Owner ``sync``: the engine reduces the gradient. Owner ``none``: the
+    gradient is not reduced over the axis. If ranks of the axis see different samples and hold the same part of a
+    parameter with owner ``none``, its replicas diverge, and the strategy must set :attr:`Applied.meetings` or
     :attr:`Applied.resynchronise`. The replicas of all trained parameters must then diverge over the same axes: a
     replica's loss is the mean over its own samples, and so are all its gradients.
     """

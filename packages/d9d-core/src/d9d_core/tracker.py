@@ -180,9 +180,9 @@ class TrackerRun(Protocol):
 
     Each tracker has a thread that makes all calls to it, in order. Training waits for the tracker only before a
     checkpoint, at most ten seconds each for ``flush`` and ``state`` (thirty while the run opens), and at most thirty
-    seconds at the end of the run. After a call of more than 0.2 s, it does not wait for the tracker until its calls are
-    faster again. The checkpoint stores numbers, texts and histograms that a tracker has not flushed by then. A resumed
-    run opens the tracker with an earlier ``resumed_step`` and writes them again.
+    seconds at the end of the run. After a call of more than 0.2 s, training does not wait for this tracker until its
+    calls are faster again. The checkpoint stores numbers, texts and histograms that a tracker has not flushed by then.
+    A resumed run opens the tracker with an earlier ``resumed_step`` and writes them again.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

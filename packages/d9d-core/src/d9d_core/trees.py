@@ -140,7 +140,7 @@ def join(trees: Sequence[Tree], dims: Tree) -> Tree:
 
 
 def stack(trees: Sequence[Tree], dim: int = 0) -> Tree:
-    """Stack trees of tensors of one shape along a new dimension.
+    """Stack trees of tensors along a new dimension; the tensors at one path have equal shapes.
 
     Args:
         trees: at least one tree; all have the same structure.

@@ -45,7 +45,8 @@ _DEPTHS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _OTHERS = bytes(set(range(256)) - set(b"[{]}"))
 
 
-#: Characters that control a terminal or reorder a line: control characters but tab and newline, and direction marks.
+#: Characters that control a terminal, break or reorder a line: direction marks, separators of lines and paragraphs, and
+#: all control characters except tab and newline.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 #: Symbolic links that a path may be: ``any``; ``near``, links within the file's directory or into the Hugging Face
@@ -133,7 +134,8 @@ def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES
         limit: most bytes of content.
 
     Raises:
-        ValueError: the content is not JSON, is nested too deeply, or has text or numbers that later code cannot handle.
+        ValueError: the content is not JSON, is too large or nested too deeply, has contents that ``strict`` refuses, or
+            has text or numbers that later code cannot handle.
     """
     if len(content) > limit:
         raise ValueError(f"the JSON text has more than {limit:,} bytes")

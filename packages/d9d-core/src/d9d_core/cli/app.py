@@ -35,7 +35,7 @@ DOCUMENTATION = (
     "Documentation: docs/index.md of the repository; 'uv run mkdocs serve' shows it as a site. "
     "docs/words.md lists the words of other tools, such as learning_rate, with d9d's."
 )
-#: Numbers of system errors which mean that a file or directory cannot be written; they are printed without traceback.
+#: Numbers of system errors about a file or directory that cannot be read or written, printed without traceback.
 _OF_THE_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR)
 app = typer.Typer(
     name="d9d",
@@ -50,9 +50,9 @@ app.add_typer(plugins, name="plugins")
 
 
 def run() -> None:
-    """Run the command line; print a D9dError, or an OSError about a place that cannot be written, without traceback.
+    """Run the command line; print a D9dError, or an OSError about an unusable file or directory, without traceback.
 
-    Errors go to standard error. The exit status is then 2, or 1 for a failure during training.
+    Errors go to standard error. The exit status is then the error's ``exit_code``, or 2 for an OSError.
     """
     # Let waiting threads sleep; torch reads the variable when it is imported. The default, threads that spin while they
     # wait, halves the speed of training on a machine with other work.

@@ -62,7 +62,7 @@ def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -
 
 
 def _print_parts(console: Console, job: JobFile, resolution: Resolution[Selection]) -> None:
-    """Print names, mesh and batch of a job, if the check ``plan`` of d9d-engine, which prints more, did not run."""
+    """Print names, mesh, batch and length of a job. The check ``plan`` of d9d-engine, if it runs, prints more."""
     table = Table(box=None, show_header=False)
     table.add_row("mesh", mesh_line(job))
     for chosen in resolution.selection.all():

@@ -59,7 +59,7 @@ def _children() -> list[Any]:
 
 
 def _place(frame: FrameType) -> str:
-    """File and line that a thread executes; frames inside Python's ``threading`` library are skipped if possible."""
+    """File and line that a thread executes. Frames in top-level modules of Python's library are skipped if possible."""
     found: FrameType | None = frame
     while found is not None and os.path.dirname(found.f_code.co_filename) == os.path.dirname(threading.__file__):  # noqa: PTH120
         found = found.f_back

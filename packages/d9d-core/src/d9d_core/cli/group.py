@@ -172,7 +172,7 @@ class _Words(typer.core.TyperGroup):
         return self._second
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - likewise
-        """Command of this second word; ``None`` if no package of d9d has it.
+        """Command of this second word; ``None`` if neither an installed package nor a package of d9d has it.
 
         Raises:
             PluginError: several plugins declare the command, or the package that provides it is not installed.

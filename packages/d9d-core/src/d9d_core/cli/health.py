@@ -79,7 +79,8 @@ def _without_library(registry: Registry, verbose: bool) -> list[str]:
 
     Args:
         registry: records of the installed plugins.
-        verbose: print a message for each library, also for libraries that pip cannot install for a plugin.
+        verbose: whether each library has a message; otherwise, all libraries that pip cannot install for a plugin
+            share one message.
     """
     without: dict[tuple[str, str, str], list[str]] = {}
     for entry in registry.entries():
@@ -109,7 +110,7 @@ def _without_extra(registry: Registry) -> list[str]:
 
 
 def _print(console: Console, ok: bool | None, text: str, advice: str = "") -> None:
-    """Print a line that begins with ``ok``, ``no``, or ``--`` for a warning (``ok`` is None, or there is advice)."""
+    """Print a line that begins with ``no`` if ``ok`` is false, ``--`` if it is None or there is advice, else ``ok``."""
     mark, colour = ("no", "red") if ok is False else ("ok", "green") if ok and not advice else ("--", "yellow")
     # Print a Text instead of markup, because messages may contain brackets.
     console.print(Text.assemble((mark, colour), f"  {text}", f"; {advice}" if advice else ""))

@@ -67,7 +67,7 @@ def _disk(here: Path, temporary: Path) -> Health:
     scarce = [place for place, count in free.items() if count < _SCARCE]
     if not scarce:
         return Health(True, text)
-    return Health(True, text, f"free space {' and '.join(scarce)}, or set run.dir and TMPDIR to another disk")
+    return Health(True, text, f"make room {' and '.join(scarce)}, or set run.dir and TMPDIR to another disk")
 
 
 def _shared(mount: Path) -> Health | None:

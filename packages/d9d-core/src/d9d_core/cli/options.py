@@ -1,4 +1,4 @@
-"""Options and helpers that the commands of core and of other packages share."""
+"""Options and helpers that the commands of d9d-core and of other packages share."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def load_job(
 
     Raises:
         JobError: the job file is invalid.
-        PluginError: a required or single-file plugin cannot be loaded.
+        PluginError: a plugin, or the plugin policy, is refused; see :func:`d9d_core.registry.loader.discover`.
     """
     loaded = kind.load(job, overrides=overrides, policy=policy_of(files, no_plugins, strict), world_size=world_size)
     if not quiet:

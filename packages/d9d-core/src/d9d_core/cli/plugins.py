@@ -103,7 +103,7 @@ def check_plugins(
         api: public API with which imports are compared; by default the API of this d9d-core.
 
     Raises:
-        PluginError: no plugin has this name.
+        PluginError: no plugin has this name, or the plugin is not loaded.
     """
     origins = [*registry.plugins, *(problem.origin for problem in registry.problems)]
     chosen = {origin.distribution for origin in origins if name is None or origin.is_called(name)}
@@ -166,7 +166,7 @@ def _old_names() -> Iterator[list[DeprecatedNameWarning]]:
 
 
 def _broken_references(entry: Entry, absent: defaultdict[str, list[Entry]]) -> Iterator[str]:
-    """Yield a message per broken reference; entries that lack only a package are added to ``absent`` instead."""
+    """Yield a message per broken reference or config; entries that lack only a package go to ``absent`` instead."""
     if isinstance(entry.spec, CapabilitySpec):
         return
     broken = []

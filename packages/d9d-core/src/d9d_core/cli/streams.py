@@ -18,7 +18,8 @@ class SurvivingFile(io.FileIO):
     """Raw file of a standard stream that drops data which cannot be written, instead of raising.
 
     Attributes:
-        lost: last write error other than a closed reader; ``None`` if there was none.
+        lost: last write error, such as a full disk; ``None`` if there was none. A reader or terminal that is gone does
+            not count.
         incidental: whether the output only reports on work whose result is stored elsewhere.
     """
 

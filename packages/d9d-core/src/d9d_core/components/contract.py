@@ -53,7 +53,8 @@ def check_component(chosen: Chosen, component: object) -> None:
     """Check a component against the protocol of its kind.
 
     Raises:
-        BuildError: a member is missing, a method takes other arguments, or a property has a value of a wrong type.
+        BuildError: the component is ``None``, a model is not a module, a member is missing or of another form, a method
+            takes other arguments, or a member has a wrong value.
     """
     kind = chosen.entry.kind.name
     if component is None:
@@ -103,7 +104,7 @@ def optional_deviations(component: object, protocol: type) -> list[str]:
             source = f"{optional.__module__}:{optional.__name__}"
             problems.append(
                 f"{type(component).__name__} has {', '.join(has)} of {source}, but lacks {', '.join(lacks)}; "
-                "write them, or rename the others"
+                "add the missing members, or rename the present ones"
             )
         problems += _optional(component, optional)
     return problems
@@ -174,7 +175,7 @@ def check_returned(chosen: Chosen, call: str, value: object, *kinds: type) -> No
         chosen: the component.
         call: the call, as text for the message.
         value: returned value.
-        kinds: accepted types; bool counts as no number.
+        kinds: accepted types; a bool is never accepted.
 
     Raises:
         BuildError: the value has another type.
@@ -240,7 +241,8 @@ def check_metric(chosen: Chosen, metric: Metric) -> None:
     """Check a metric's state and reductions; for a ``StageMetric``, call this after its ``attach``.
 
     Raises:
-        BuildError: a reduction is unknown, or state and reductions have different names.
+        BuildError: state or reductions have a wrong type, a reduction is unknown, or state and reductions have
+            different names.
     """
     reductions: object = metric.reductions
     check_mapping(chosen, "reductions", reductions, str)

@@ -20,7 +20,7 @@ _TOO_LARGE = re.compile(r"calculation overflowed|multiplication overflow|Overflo
 
 
 def inner_builder(chosen: Chosen) -> Callable[..., Any]:
-    """Builder of nested components: takes a config inside ``chosen``, and the further arguments of its ``build``."""
+    """Function that builds a component nested in ``chosen``, from its config and further arguments of its ``build``."""
 
     def build(config: PluginConfig, *arguments: object) -> Any:
         same = [inner for inner, given in chosen.inner if given is config]
@@ -39,7 +39,7 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
     """Instantiate a component: call its record's ``build`` reference, and check the result.
 
     Raises:
-        BuildError: the module cannot be imported, ``build`` takes other arguments or returns a wrong object, or the
+        BuildError: the reference cannot be loaded, ``build`` takes other arguments or returns a wrong object, or the
             config's sizes make a tensor too large for any memory.
     """
     assert isinstance(chosen.spec, ConfiguredSpec)

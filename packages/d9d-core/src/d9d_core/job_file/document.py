@@ -73,7 +73,7 @@ class Document:
         """Apply ``section.field=value`` assignments; values are YAML. An index equal to a list's length appends.
 
         Raises:
-            JobError: an assignment has no ``=``, or its path leads through a value that is neither mapping nor list.
+            JobError: an assignment has no field or no ``=``, its value is not YAML, or its path does not fit.
         """
         values = copy.deepcopy(self.values)
         given = set(self.overrides)
@@ -135,7 +135,7 @@ class Document:
 def after_place(where: str, text: str) -> str:
     """Error text with its place (``file:line`` or ``--set FIELD``) in front.
 
-    If the text begins with the field that ``--set`` names, it is not repeated.
+    If the text begins with the field that ``--set`` names, the field is not repeated.
     """
     field = where.removeprefix("--set ")
     if field != where:

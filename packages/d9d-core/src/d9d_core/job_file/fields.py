@@ -78,7 +78,7 @@ def kind_of(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def sections_of(annotation: Any, path: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Sections inside a field's type, each with the path from the field to the section."""
+    """Sections inside a field's type, without configs of components, each with its path from the field."""
     if isinstance(annotation, type) and issubclass(annotation, Section) and not issubclass(annotation, PluginConfig):
         yield path, annotation
     origin = get_origin(annotation)

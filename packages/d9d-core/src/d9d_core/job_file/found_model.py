@@ -26,7 +26,7 @@ def find_model(location: str, registry: Registry) -> tuple[str, str]:
 
     Raises:
         CheckpointError: the location has no readable ``config.json`` or manifest.
-        JobError: no installed model reads it, or several do.
+        JobError: ``config.json`` has no ``model_type``, or not exactly one installed model reads this type.
     """
     manifest = find_manifest(location)
     if manifest is not None:
@@ -38,11 +38,11 @@ def model_for_type(config_json: Mapping[str, Any], registry: Registry) -> tuple[
     """Find the model that reads a ``config.json``: selector and reason; see :func:`find_model`.
 
     Raises:
-        JobError: no installed model reads it, or several do.
+        JobError: it has no ``model_type``, or not exactly one installed model reads this type.
     """
     model_type = config_json.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise JobError("its config.json states no model_type; name the model in model.name")
+        raise JobError("the model's config.json states no model_type; name the model in model.name")
     entries = [entry for entry in registry.entries("model") if _types(entry)]
     readers = [entry for entry in entries if model_type in _types(entry)]
     readers = readers or [entry for entry in entries if ANY_MODEL_TYPE in _types(entry)]

@@ -20,7 +20,7 @@ _PLACES = 3
 def field_hint(
     location: Location, job: type[Section], values: Mapping[str, Any], registry: Registry | None
 ) -> str | None:
-    """Hint for an unknown field; ``None`` if the rest of the job file gives no better hint than the field's section.
+    """Hint for an unknown field, from words of other tools or other sections of the job; ``None`` if they give none.
 
     Args:
         location: location of the field.
@@ -37,7 +37,7 @@ def field_hint(
         return row.hint(word).replace("parallel[]", dotted(location[:-1]))
     if len(location) > 1 and _is_plain(word, job):
         return f"it belongs to the top level of the job file: {word}"
-    # A field name without underscore has another meaning in each section, so it gets no hint about other sections.
+    # In a section, a field name without underscore gets no hint about other sections, where it has another meaning.
     is_elsewhere = len(location) == 1 or (len(location) == 2 and "_" in word)
     places = list(_places(word, job, values, registry)) if is_elsewhere else []
     if not 0 < len(places) <= _PLACES:
@@ -80,7 +80,7 @@ def _places(word: str, job: type[Section], values: Mapping[str, Any], registry: 
 
 
 def _config(kind: str, part: Any, registry: Registry) -> type[PluginConfig] | None:
-    """Config class of a component of the job file; ``None`` if it names none."""
+    """Config class of a component of the job file; ``None`` if ``part`` names none or the class does not load."""
     name = part.get("name") if isinstance(part, Mapping) else part
     try:
         return load_config(registry.find(kind, name)) if isinstance(name, str) else None

@@ -288,7 +288,7 @@ class BaseJob(Section):
     """Op -> name of its backend, or a list of rules, each with a backend for the modules that it matches; backends of
     other ops and modules are chosen automatically."""
     subscribers: list[Annotated[PluginConfig, Named("subscriber")]] = []
-    """Observers of the training loop."""
+    """Observers of the events of the run."""
     loading: Loading = Loading()
     """Reading of the pretrained weights."""
     timeouts: Timeouts = Timeouts()
@@ -354,9 +354,9 @@ class JobConfig(BaseJob):
     nonfinite: Literal["error", "skip"] = "error"
     """Policy for a step with a NaN or infinite loss or gradient; such a step never changes the training state."""
     max_skipped: PositiveInt = 10
-    """Number of consecutive skipped steps at which a run with ``nonfinite: skip`` ends with an error. The last
-    checkpoint before the run's first skipped step is kept, and so is, while steps are skipped, the last one before
-    these steps."""
+    """Number of consecutive skipped steps at which a run with ``nonfinite: skip`` ends with an error. Two checkpoints
+    are kept in addition: the last one before the run's first skipped step and, while steps are skipped, the last one
+    before these steps."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
     """Metrics that are computed over all training steps since the previous logged step."""
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(

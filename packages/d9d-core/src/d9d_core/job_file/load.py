@@ -115,7 +115,7 @@ def _line(
         if hint := field_hint(location, job, document.values, registry):
             text = f"{text.partition('; ')[0]}; {hint}"
     elif line["type"] == "union_tag_not_found":
-        text = f"{text.rpartition(' ')[2]} is missing, which selects the fields, got {_short(repr(line['input']))}"
+        text = f"{text.rpartition(' ')[2]}, which selects the fields, is missing, got {_short(repr(line['input']))}"
     elif line["type"] not in ("plugin", "not_named", "no_registry", "value_error"):
         # Job files have lists, which configs read as tuples.
         text = text.replace("a valid tuple", "a list").replace("Tuple should", "List should")

@@ -31,15 +31,16 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
         fields: fields in the job file, with ``pretrained``.
 
     Raises:
-        JobError: the model has no Hugging Face format, or ``config.json`` cannot be read or describes another model.
+        JobError: the model cannot start from pretrained weights, or its stored config cannot be read or belongs to
+            another model.
         PluginError: the model's Hugging Face format cannot be loaded, or raises an unexpected exception.
     """
     spec = entry.spec
     config = load_config(entry)
     if not issubclass(config, ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
         raise JobError(
-            f"model {entry} cannot start from pretrained weights, as it has no Hugging Face layout; remove "
-            "model.pretrained"
+            f"model {entry} cannot start from pretrained weights: it has no Hugging Face layout, or its config is not "
+            "a ModelConfig; remove model.pretrained"
         )
     try:
         layout = spec.hugging_face.load()()
@@ -129,10 +130,10 @@ def stored_model(manifest: Path) -> dict[str, Any]:
 
 
 def read_config_json(location: str) -> dict[str, Any]:
-    """Read the ``config.json`` of pretrained weights: in a directory, next to a file, or at an fsspec address.
+    """Read the ``config.json`` of pretrained weights: in a directory, next to a weight file, or at an fsspec address.
 
     Raises:
-        CheckpointError: the file is absent or not a JSON object.
+        CheckpointError: the file cannot be read or is not a JSON object.
     """
     try:
         content = _read(location)
@@ -145,15 +146,18 @@ def read_config_json(location: str) -> dict[str, Any]:
             ) from error
         reason = f"{type(error).__name__}: {error}" if "://" in location else getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout, or the directory of "
-            "a run. To resume a run from its checkpoints, run its job.yaml with model.pretrained set to null"
+            f"the config.json of {location} cannot be read ({reason}); give a directory in Hugging Face layout, or the "
+            "directory of a run. To resume a run from its checkpoints, run its job.yaml with model.pretrained set to "
+            "null"
         ) from error
     try:
         values = parse_json(content)
     except ValueError as error:
-        raise CheckpointError(f"its config.json is not valid JSON: {error}; copy the file again") from error
+        raise CheckpointError(
+            f"the config.json of {location} is not valid JSON: {error}; copy the file again"
+        ) from error
     if not isinstance(values, dict):
-        raise CheckpointError("its config.json is not a JSON object; copy the model's own file there")
+        raise CheckpointError(f"the config.json of {location} is not a JSON object; copy the model's own file there")
     return values
 
 

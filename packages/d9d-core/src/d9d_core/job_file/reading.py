@@ -100,7 +100,7 @@ def check_scalar(value: Any) -> None:
     """Refuse a scalar that later code cannot print or compute with.
 
     Raises:
-        ValueError: the text is not valid Unicode, or the number has hundreds of digits.
+        ValueError: the text is not valid Unicode, or the whole number has more than 1000 bits.
     """
     if isinstance(value, str):
         value.encode()  # half of a surrogate pair cannot be encoded
@@ -151,7 +151,7 @@ class _Builder:
             check_scalar(value)
         except (ValueError, AttributeError, LookupError, yaml.YAMLError) as error:
             kind = node.tag.removeprefix(_TAG)
-            text = f"YAML reads {node.value[:80]!r} as the type {kind}, but it cannot be converted to this type"
+            text = f"YAML reads {node.value[:80]!r} as the type {kind}, but it is no usable value of this type"
             raise self._error(node, f"{text}; correct it, or put it in quotes if it is meant as text") from error
         return value
 

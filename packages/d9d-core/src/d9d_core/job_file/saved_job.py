@@ -47,7 +47,7 @@ class SavedJob:
             overrides: assignments ``section.field=value`` of the command line, which are trusted.
 
         Raises:
-            JobError: the file is invalid, or would run code; one line per field.
+            JobError: the file is invalid, or names a plugin file or an address; one line per field.
         """
         found = Document.read(self.path, "near")
         values = {name: value for name, value in found.values.items() if name not in _LEFT_OUT}

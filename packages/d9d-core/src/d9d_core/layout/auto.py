@@ -28,9 +28,9 @@ class Source:
     """Source of a job, for messages only: jobs from different sources compare equal.
 
     Attributes:
-        document: document as read, with ``auto`` replaced by a number.
-        auto: mesh axis that was ``auto``; ``None`` if there was none.
-        note: message about a layout that was added to the job; ``None`` if none was added.
+        document: document as read, with ``auto`` replaced by a number, and an absent mesh by a default one.
+        auto: mesh axis whose size follows from the number of processes; ``None`` if there is none.
+        note: message about the mesh that was added to the job; ``None`` if none was added.
     """
 
     document: Document = field(default_factory=lambda: Document({}, ""), compare=False)

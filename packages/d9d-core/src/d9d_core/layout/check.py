@@ -44,7 +44,7 @@ def layout_problems(
         selection: records of the job.
         registry: registry with strategies that a message may recommend.
         world_size: number of processes.
-        auto: mesh axis that was ``auto``.
+        auto: mesh axis whose size follows from the number of processes.
     """
     batch = list(_batch(job, world_size))
     return [
@@ -143,8 +143,8 @@ def _expert_groups(mesh: Mesh) -> Iterator[Problem]:
     axes = ", ".join(f"{axis}={size}" for axis, size in inner.items())
     yield Problem(
         ("mesh", "ep"),
-        f"mesh.ep: {mesh.ep} expert groups must cover whole inner axes and divide the next one; here {axes}: "
-        f"use {_either(_nearest(legal, mesh.ep))}",
+        f"mesh.ep: {mesh.ep} ranks that split the experts must cover whole inner axes and divide the next one; here "
+        f"{axes}: use {_either(_nearest(legal, mesh.ep))}",
     )
 
 

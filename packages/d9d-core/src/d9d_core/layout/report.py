@@ -28,8 +28,8 @@ def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size:
         source: source of the job.
 
     Raises:
-        D9dError: one line per problem, and a note with an edit that solves them. The schedule's own error if that is
-            the only problem; else a :class:`~d9d_core.errors.JobError`.
+        D9dError: one line per problem; a note has an edit that solves all of them, if one was found. The schedule's own
+            error if that is the only problem; else a :class:`~d9d_core.errors.JobError`.
     """
     problems = layout_problems(job, selection, registry, world_size, source.auto)
     if not problems:

@@ -97,6 +97,7 @@ def plan_pipeline(job: BaseJob, selection: Parts) -> Pipeline:
     Raises:
         BuildError: the mesh has pipeline ranks but the job names no schedule; the schedule's programs are invalid, or
             have actions without a handler.
+        JobError: the schedule has several stages, but the model lacks the trait ``model:pipeline``.
     """
     if selection.schedule is None or job.pipeline is None:
         if job.mesh.pp > 1:

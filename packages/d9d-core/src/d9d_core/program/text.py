@@ -73,7 +73,7 @@ def parse_action(text: str) -> Action:
 
 
 def diff_programs(left: Sequence[Program], right: Sequence[Program]) -> list[str]:
-    """Differences between two lists of programs, one line each: rank, position, left action, right action."""
+    """Differences between two lists of programs, one line each: rank, position, left actions, right actions."""
     lines = []
     for rank in range(max(len(left), len(right))):
         if rank >= min(len(left), len(right)):

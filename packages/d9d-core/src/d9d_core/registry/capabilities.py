@@ -30,7 +30,7 @@ from d9d_core.registry.registry import Registry
 
 __all__ = ["MESH_AXES", "MODEL_TRAITS"]
 
-#: Axes of a mesh, including ``ep``, which overlaps others.
+#: Axes of a mesh, including ``ep``, which reuses ranks of other axes.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 #: Traits that core defines; see :mod:`d9d_core.traits`.
 MODEL_TRAITS = (

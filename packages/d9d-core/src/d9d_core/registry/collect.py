@@ -237,7 +237,7 @@ def _seconds() -> float:
 
 @contextmanager
 def _limited(who: str, seconds: float) -> Iterator[None]:
-    text = f"takes longer than {seconds:g} s (the environment variable {LIMIT})"
+    text = f"takes longer than {seconds:g} s (the environment variable {LIMIT} sets this limit)"
     again = False
 
     def alarm(_number: int, _frame: FrameType | None) -> None:

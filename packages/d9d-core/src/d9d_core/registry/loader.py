@@ -24,8 +24,9 @@ def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None =
     """Load d9d's own packages, the other installed plugins that ``policy`` allows, and the files that ``policy`` names.
 
     Raises:
-        PluginError: the policy names a plugin that is not installed; a required plugin is missing or broken; a
-            single-file plugin cannot be loaded; or ``policy.strict`` is true and any plugin has a problem.
+        PluginError: the policy names a plugin that is not installed, or blocks one of d9d's own packages; a required
+            plugin is missing or broken; a single-file plugin cannot be loaded; or ``policy.strict`` is true and any
+            plugin has a problem.
     """
     policy = policy or PluginPolicy()
     collector = Collector(known or KnownPlugins.shipped())

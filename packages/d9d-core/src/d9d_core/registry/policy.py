@@ -77,7 +77,7 @@ class PluginPolicy:
         return cls(allow=allow or None, block=block, files=files, named=named)
 
     def __or__(self, other: PluginPolicy) -> PluginPolicy:
-        """Combine two policies: the result has the restrictions of both."""
+        """Combine two policies: the result has the restrictions and the plugin files of both policies."""
         allows = [policy.allow for policy in (self, other) if policy.allow is not None]
         return PluginPolicy(
             allow=frozenset.intersection(*allows) if allows else None,

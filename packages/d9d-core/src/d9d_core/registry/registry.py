@@ -123,7 +123,7 @@ class Registry:
         """Find the record that ``name`` or ``distribution/name`` selects.
 
         Raises:
-            PluginError: the name is unknown or ambiguous, or its plugin is not installed, blocked or broken.
+            PluginError: the name is unknown or ambiguous, or its plugin is absent, blocked or broken.
         """
         distribution, _, name = selector.rpartition("/")
         same = self._table[kind].get(name, ())
@@ -142,7 +142,7 @@ class Registry:
         """Backend of ``op`` that ``name`` or ``distribution/name`` selects; ``None`` for the reference.
 
         Raises:
-            PluginError: the name is unknown or ambiguous, or its plugin is not installed, blocked or broken.
+            PluginError: the name is unknown or ambiguous, or its plugin is absent, blocked or broken.
         """
         if selector == REFERENCE:
             return None
