@@ -128,6 +128,14 @@ def test_a_key_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
     str(caught.value).encode()
 
 
+@pytest.mark.parametrize("suffix", ["yaml", "json", "toml"])
+def test_a_number_that_no_code_can_print_is_refused_with_the_reason(tmp_path: Path, suffix: str) -> None:
+    path, digits = tmp_path / f"key.{suffix}", "9" * 400
+    path.write_text({"yaml": f"a: {digits}", "json": f'{{"a": {digits}}}', "toml": f"a = {digits}"}[suffix])
+    with pytest.raises(JobError, match="a number may have at most 1000 bits; lower it, or quote it"):
+        Document.read(path)
+
+
 @pytest.mark.parametrize("value", [1e30, 2**63, -(2**70)])
 def test_a_whole_number_has_64_bits(value: float) -> None:
     class Sizes(Section):

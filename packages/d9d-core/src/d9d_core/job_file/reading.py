@@ -148,11 +148,14 @@ class _Builder:
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
             value = self._loader.construct_object(node)
-            check_scalar(value)
         except (ValueError, AttributeError, LookupError, yaml.YAMLError) as error:
             kind = node.tag.removeprefix(_TAG)
             text = f"YAML reads {node.value[:80]!r} as the type {kind}, but it is no usable value of this type"
             raise self._error(node, f"{text}; correct it, or put it in quotes if it is meant as text") from error
+        try:
+            check_scalar(value)
+        except ValueError as error:
+            raise self._error(node, f"{ascii(node.value)[:80]}: {error}") from error
         return value
 
     def _mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
