@@ -267,12 +267,12 @@ def test_a_rank_that_does_not_end_is_stopped() -> None:
     try:
         for process in processes:
             process.start()
-        assert ended(processes, 0.5) == "did not end in 0.5 s"
+        assert ended(processes, 0.5) == "no further process ended in 0.5 s"
         failing = context.Process(target=os._exit, args=(3,))
         failing.start()
         assert ended([failing], 10.0) == "exit status 3"
         processes[1].kill()
-        assert ended(processes, 10.0) == "was killed by signal 9"
+        assert ended(processes, 10.0) == "killed by signal 9"
     finally:
         processes[1].kill()
 

@@ -124,7 +124,7 @@ def test_a_comparison_overlays_curves_on_the_same_axes(d9d: Run, runs: Path, tmp
     [
         (["list", "{runs}/.cache"], ".cache contains no run; give the directory of a run (with job.yaml)"),
         (["list", "{runs}/none"], "none is no directory"),
-        (["compare", "{runs}", "--series", "los"], "no run has logged 'los'; they have: loss, tokens"),
+        (["compare", "{runs}", "--series", "los"], "no run has logged 'los'; the runs have: loss, tokens"),
         (["compare", "{runs}", "--picture", "x.png"], "x.png must end in .svg or .html"),
     ],
 )

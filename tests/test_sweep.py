@@ -29,7 +29,7 @@ LIGHT = {"metrics": [], "lr_schedule": None, "trackers": [{"name": "jsonl", "pic
         (["optimizer.lr=1e-4,0.0001"], "lr-1e-4 and lr-0.0001 are the same job"),
         (["seed=0,1", "seed=2"], "a field appears twice"),
         (["seed=0,"], "--grid seed=0,: write FIELD=VALUE,VALUE"),
-        (["run.name=a,b"], "run.name cannot be in a grid: the sweep sets it"),
+        (["run.name=a,b"], "run.name cannot be in a grid: the sweep sets run"),
         (["lr_schedule.warmup_steps=1"], "--grid lr_schedule.warmup_steps: lr_schedule: expected the name"),
     ],
 )

@@ -61,7 +61,7 @@ def test_layers_count_from_either_end() -> None:
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        ([4], "a.layers: there is no layer 4 in a model of 4; give -4 to 3"),
+        ([4], "a.layers: there is no layer 4 in a model of 4 layers; give -4 to 3"),
         ([-5], "there is no layer -5"),
         ([3, -1], "layer 3 appears twice"),
     ],

@@ -179,7 +179,7 @@ def test_a_loss_over_shares_of_the_words_has_two_reductions_and_one_for_ranks() 
     [
         (None, "there", []),
         (11, "there", []),
-        (12, "there", ["task.top_k: 12 words are more than the teacher's 11; use null for all"]),
+        (12, "there", ["task.top_k: 12 exceeds the teacher's 11 token ids; use null for all"]),
         (None, None, ["task.teacher: the teacher has no trained weights to learn from; set pretrained"]),
     ],
 )

@@ -230,7 +230,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
         ({"rope_type": "linear", "factor": 0.5}, "factor: .*greater than or equal to 1"),
         ({"rope_type": "linear", "factor": 2, "long_factor": [1.0]}, "long_factor: not a field"),
         ({"rope_type": "yarn", "factor": 2, "beta_fast": 1}, "beta_slow: .*1 is not smaller than beta_fast = 1"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; d9d rotates whole heads only"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; d9d rotates whole heads of this model only"),
     ],
 )
 def test_config_json_of_another_method_is_refused(stated: dict[str, Any], text: str) -> None:

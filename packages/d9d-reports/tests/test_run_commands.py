@@ -62,7 +62,7 @@ def test_runs_without_a_loss_are_compared_without_curves(directory: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--series", "nothing"], "--series: no run has logged 'nothing'; they have: loss, lr"),
+        (["--series", "nothing"], "--series: no run has logged 'nothing'; the runs have: loss, lr"),
         (["--picture", "x.png"], "--picture: x.png must end in .svg or .html"),
     ],
 )

@@ -133,7 +133,7 @@ def test_the_list_of_compared_values_counts_them() -> None:
     gradients = "1 gradients before the optimizer's step, and its updates from equal gradients"
     equal = "and bitwise equality of values that several ranks have"
     assert compared(two_steps()) == (
-        f"2 steps: {numbers}, {gradients}, 1 tensors of its state, 1 buffers and frozen parameters, "
+        f"2 steps: {numbers}, {gradients}, 1 tensors of the optimizer's state, 1 buffers and frozen parameters, "
         f"the series accuracy, load, {equal}"
     )
     bare = Measurement({"0/loss": 1.0}, {"0/gradients/a": torch.ones(1), "0/model/a": torch.ones(1)})

@@ -23,7 +23,7 @@ def read_options(file: Path | None, assignments: Sequence[str]) -> dict[str, Any
     """Read the fields of an engine's config from a YAML, TOML or JSON file; assignments ``FIELD=VALUE`` override them.
 
     Raises:
-        JobError: the file is malformed, or an assignment is.
+        JobError: the file is missing or malformed, or an assignment is malformed.
     """
     if file is not None and not file.is_file():
         raise JobError(f"--options {file}: no such file; name a YAML, TOML or JSON file with the engine's options")

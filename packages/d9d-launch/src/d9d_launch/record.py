@@ -57,7 +57,7 @@ class SubmissionRecord:
         """Read the record in the folder of a submission; ``None`` if there is none.
 
         Raises:
-            LaunchError: the record is damaged.
+            LaunchError: the record cannot be read, or is damaged.
         """
         try:
             values = parse_json(read_regular(folder / RECORD, links="near"))
@@ -119,7 +119,8 @@ def find_submission(location: Path, overrides: list[str], engine: str | None) ->
         engine: launcher that the submission must have; ``None`` for any.
 
     Raises:
-        LaunchError: the run has no submission, or its submission is to another engine.
+        LaunchError: the run has no submission, its newest submission is to another engine, or the record is damaged.
+        JobError: the job file cannot be read, or its section ``run`` is wrong.
     """
     directory = run_directory(location, overrides)
     record = SubmissionRecord.read(directory / FOLDER)

@@ -63,7 +63,7 @@ def refuse_second(launcher: Launcher, engine: str, folder: Path) -> None:
     """Check that the run's newest submission, if it went to this engine, has ended.
 
     Raises:
-        LaunchError: that submission waits or runs.
+        LaunchError: this submission waits or runs, or its record is damaged.
     """
     record = SubmissionRecord.read(folder)
     if record is None or record.engine != engine:

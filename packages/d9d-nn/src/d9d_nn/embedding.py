@@ -74,7 +74,7 @@ class SplitTokenEmbedding(nn.Module):
         return torch.cat([self.get_parameter(f"{name}.weight") for name in self.sizes])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids int64 [B, S] to features [B, S, H], of a rank's own positions if the sequence is split."""
+        """Map token ids int64 [B, S] to features [B, S, H]; after :meth:`see_sequence`, of this rank's positions."""
         if self._share is not None:
             tokens = self._share.own(tokens)
         names, sizes = list(self.sizes), list(self.sizes.values())

@@ -87,7 +87,7 @@ class Linear(nn.Linear):
 
 
 def is_plain(layer: Linear) -> bool:
-    """Whether a layer is only a product with its weight, so that a kernel may read the weight instead.
+    """Whether a layer is only a product with its weight, so that a kernel may read the weight instead of calling it.
 
     Such a layer has no bias, and no strategy or fine-tuning method has replaced the layer or its forward.
     """

@@ -102,7 +102,8 @@ def with_blocks(microbatch: Microbatch, *masks: str) -> Microbatch:
         masks: ``attention_mask`` of each model that reads it; none if they are not known.
 
     Raises:
-        JobError: a model needs blocks that the dataset does not give, or no model reads the blocks that it gives.
+        JobError: a model needs blocks or prefixes that the dataset does not give, or no model reads the blocks that the
+            dataset gives.
     """
     given = "attention_blocks" in microbatch
     if "blocks" in masks and not given:

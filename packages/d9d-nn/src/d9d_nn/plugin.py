@@ -1,4 +1,4 @@
-"""Declaration of tasks, inference tasks, metrics, a capability, and backends of ops with fused PyTorch kernels."""
+"""Declaration of tasks, inference tasks, metrics, heads, backends of ops in PyTorch, and a capability."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def d9d_heads() -> Iterable[HeadSpec]:
 
 @hookimpl
 def d9d_kernels() -> Iterable[KernelSpec]:
-    """Declare the op backends that use fused PyTorch kernels."""
+    """Declare the op backends that need only PyTorch: its fused kernels, and compositions of its operators."""
     yield KernelSpec(
         name="sdpa",
         summary="torch scaled_dot_product_attention: fused, grouped heads; documents and windows with a mask.",
@@ -237,7 +237,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
 
 @hookimpl
 def d9d_capabilities() -> Iterable[CapabilitySpec]:
-    """Declare the capability that the task ``causal_lm`` needs from a model."""
+    """Declare the capability of models that predict tokens, which tasks such as ``causal_lm`` need."""
     yield CapabilitySpec(
         token="model:causal_lm",  # noqa: S106 - a capability token
         summary="the model's last stage turns hidden states and targets into token_loss; see d9d_nn.heads.causal_lm",

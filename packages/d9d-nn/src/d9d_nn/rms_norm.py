@@ -57,10 +57,10 @@ class RMSNorm(nn.Module):
 
         Args:
             x: [..., features], the residual stream.
-            added: [..., features], added to it; ``None`` to add nothing.
+            added: [..., features], added to the stream; ``None`` to add nothing.
 
         Returns:
-            The norm [..., features], and the new residual stream [..., features].
+            The normalised stream [..., features], and the stream before the norm [..., features].
         """
         total = x if added is None else x + added
         return self(total), total

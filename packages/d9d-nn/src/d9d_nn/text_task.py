@@ -1,4 +1,4 @@
-"""Base class of tasks on texts, which have one loss term and read one head.
+"""Base class of tasks on texts: a task reads one head and by default has one loss term.
 
 Shapes: B samples, S positions.
 """
@@ -18,7 +18,7 @@ from d9d_nn.microbatch import count_positions, masks_of, own_positions, stage_in
 
 
 class TextTask:
-    """Base of tasks over text, whose microbatches hold ``tokens`` int64 [B, S].
+    """Base class of tasks on texts, whose microbatches hold ``tokens`` int64 [B, S].
 
     Attributes:
         term: name of the loss term.
@@ -69,6 +69,7 @@ class TextTask:
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
+            JobError: the model needs ``attention_blocks`` and the data gives none, or the reverse.
         """
         return own_positions(self._with_blocks(microbatch), share)
 

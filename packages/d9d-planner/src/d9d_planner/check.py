@@ -34,8 +34,8 @@ def check_predictions(job: JobFile, _world_size: int | None, memory: int | None)
         memory: device memory in bytes that the job must fit into; ``None`` skips this check.
 
     Raises:
-        JobError: the job does not fit (the text has the cheapest alternatives), or ``memory`` is given and the job
-            cannot be predicted.
+        JobError: the job does not fit; the text has the cheapest alternatives.
+        D9dError: ``memory`` is given, and the job cannot be predicted.
     """
     from d9d_engine.compose.communication.nodes import processes_of_node  # imports torch; predictions themselves do not
 
@@ -56,8 +56,8 @@ def predicted(job: JobFile, memory: int | None, node: int | None = None) -> list
         node: number of devices per machine; by default as in the rates of the default device.
 
     Raises:
-        JobError: the job does not fit (the text has the cheapest alternatives), or ``memory`` is given and the job
-            cannot be predicted.
+        JobError: the job does not fit; the text has the cheapest alternatives.
+        D9dError: ``memory`` is given, and the job cannot be predicted.
     """
     device = Device.named(_DEVICE)
     if memory is not None:

@@ -46,7 +46,7 @@ def moments(program: Program) -> list[Moment]:
 
 
 def _covers(one: Moment, other: Moment) -> bool:
-    """Whether ``one`` holds at least as many activations as ``other``, in a backward of the same stage."""
+    """Whether ``one`` holds all activations and gradients that ``other`` holds, in a backward of the same stage."""
     held = dict(one.held)
     return (
         one.stage == other.stage

@@ -14,7 +14,8 @@ from d9d_core.plugin import StrategySpec
 from d9d_core.registry.registry import Registry
 from pydantic import ValidationError
 
-#: Anchors (points in the order of application) of strategies that the search varies; others are kept from the job.
+#: Anchors (points in the order of application) of strategies that the search varies; it keeps the job's strategies with
+#: other anchors.
 _OF_LAYOUTS = {"tensor", "context", "expert", "checkpointing", "data"}
 
 
@@ -86,7 +87,7 @@ class Options:
         return [[*inner, config] for config in (settings if waits else settings[:1]) for inner in several]
 
     def _of_axis(self, axis: str) -> list[PluginConfig]:
-        """Configs to try of the strategy for an axis, the job's own config first; empty without a strategy."""
+        """Configs to try of the strategy for an axis, the job's own first; empty if its config has required fields."""
         if axis not in self._of_axes:
             spec = self._by_axis[axis][0]
             config = self._config("strategy", spec.key)
@@ -116,7 +117,10 @@ class Options:
         return [config for config in found if config is not None]
 
     def _config(self, kind: str, name: str) -> PluginConfig | None:
-        """Default config of a component, always the same object; ``None`` if its config has required fields."""
+        """The job's config of a strategy, else the default config of a component; always the same object.
+
+        ``None`` if the config has required fields.
+        """
         if kind == "strategy" and name in self._own:
             return self._own[name]
         if (kind, name) not in self._configs:

@@ -1,4 +1,4 @@
-"""Declarations of the planner: the command ``plan``, and the predictions of ``d9d check``."""
+"""Declarations of the planner: the commands ``plan`` and ``profile``, and the predictions of ``d9d check``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def d9d_job_checks() -> Iterator[JobCheckSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Declare the command ``plan``."""
+    """Declare the commands ``plan`` and ``profile``."""
     yield CommandSpec(
         name="plan",
         summary="Find the fastest layout of a job that fits, without a GPU.",

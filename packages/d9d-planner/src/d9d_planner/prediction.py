@@ -94,6 +94,6 @@ def predict(job: JobConfig, registry: Registry, views: dict[str, ViewSpec], devi
     """Predict a job with its own layout.
 
     Raises:
-        D9dError: the model has no cost description.
+        D9dError: the model or its fine-tuning method has no cost description.
     """
     return Prediction(Workload(job, registry, views), Layout.of(job), device)

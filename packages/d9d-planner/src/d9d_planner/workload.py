@@ -85,8 +85,7 @@ class Workload:
         longest = getattr(self.job.model, "max_positions", None)
         if not isinstance(longest, int):
             raise JobError(
-                "the length of samples is unknown; set data.sequence_length, or model.max_positions, if they have "
-                "the field"
+                "the length of samples is unknown; set data.sequence_length or model.max_positions, whichever exists"
             )
         self.notes.append(f"the data does not say how long samples are; counted with max_positions, {longest:,}")
         return longest

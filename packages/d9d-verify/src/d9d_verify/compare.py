@@ -42,7 +42,7 @@ class Verdict:
 
     @classmethod
     def failure(cls, layout: str, why: str) -> Verdict:
-        """Make the verdict for a layout that could not be measured."""
+        """Make the verdict for a layout that could not be measured, or whose measurement cannot be compared."""
         nothing = (math.nan, "nothing")
         return cls(layout, math.nan, math.nan, nothing, nothing, nothing, (0, why))
 
@@ -88,7 +88,7 @@ def compared(reference: Measurement) -> str:
     parts = [
         f"{reference.steps} steps: loss and its terms, number of tokens, gradient norm, learning rate, "
         f"{len(tensors['gradients'])} gradients before the optimizer's step, and its updates from equal gradients",
-        f"{len(state)} tensors of its state" if state else "no optimizer state",
+        f"{len(state)} tensors of the optimizer's state" if state else "no optimizer state",
         f"{len(buffers)} buffers and frozen parameters" if buffers else "",
         f"the series {', '.join(named)}" if named else "no metrics, no evaluation",
         "and bitwise equality of values that several ranks have",

@@ -309,7 +309,10 @@ def _resume(trainer: Trainer, resume: Resume) -> None:
 
 
 def _forget(trainer: Trainer) -> None:
-    """Overwrite parameters and optimizer state in memory, so that values that a load does not restore are detected."""
+    """Overwrite the state in memory, so that values that a load does not restore are detected.
+
+    Parameters and optimizer state become zeros, metrics are reset, and the data advances by one pack.
+    """
     with torch.no_grad():
         for tensor in trainer.checkpointer.tensors().values():
             local(tensor.tensor if isinstance(tensor, ReplicaSlice) else tensor).zero_()

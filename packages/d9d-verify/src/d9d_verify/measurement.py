@@ -108,7 +108,7 @@ class Measurement:
         return {name[len(prefix) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{prefix}/")}
 
     def guide(self) -> Measurement:
-        """Values that :class:`~d9d_verify.measure.Witness` copies: gradients, buffers, frozen parameters of steps."""
+        """Values to guide a :class:`~d9d_verify.measure.Witness`: gradients, buffers, frozen parameters of steps."""
         parts = {name: name.split("/", 2)[1:] for name in self.tensors}
         parameters = {name for kind, name in parts.values() if kind == "gradients"}
         return Measurement(

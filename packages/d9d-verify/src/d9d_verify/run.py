@@ -116,7 +116,7 @@ def _altered(job: Job, layout: Layout) -> Iterator[str]:
         if isinstance(spec, StrategySpec) and spec.alters_training:
             yield (
                 f"{layout.name}: with {name}, replicas take their own steps by design; compared are the means of their "
-                "gradients, clipped by one norm, and the updates from these, without meetings"
+                "gradients, clipped by one norm, and the updates from these, without periodic averaging"
             )
 
 

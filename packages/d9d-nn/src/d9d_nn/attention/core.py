@@ -21,7 +21,7 @@ from d9d_nn.ops.attention.slot import AttentionSlot
 
 
 class AttentionCore(nn.Module):
-    """Attention among the tokens of a document, without parameters; context parallelism replaces its forward.
+    """Attention among the tokens of a document, without parameters; context parallelism may replace its forward.
 
     Args:
         query_heads: N.
@@ -31,8 +31,7 @@ class AttentionCore(nn.Module):
         window: number of positions that a query attends to, including its own; ``None`` for all.
         softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for no cap.
         sinks: whether each call passes sinks, a learned logit per query head; see the same function.
-        mask: kind of the mask: ``causal``, ``bidirectional`` or ``blocks``, see
-            :mod:`d9d_core.attention`.
+        mask: kind of the mask: ``causal``, ``bidirectional`` or ``blocks``, see :mod:`d9d_core.attention`.
 
     Raises:
         BuildError: both a soft cap and sinks are given; or V is larger than D.

@@ -38,7 +38,7 @@ class GroupedQueryAttention(nn.Module):
         output_std: initial standard deviation of the output projection.
         head_norm_eps: epsilon of an RMSNorm of each query and key head before the rotation; ``None`` for no norm.
         biases: names of the projections that have biases; they start at zero.
-        window: number of positions that a token attends to, including its own; ``None`` for all earlier positions.
+        window: number of positions that a token attends to, including its own; ``None`` for all.
         softcap: soft cap of the scores; ``None`` for no cap.
         norm: class of the head norms.
         rotary_dim: R, an even number; ``None`` for D. The first R features of a query or key head rotate, and the

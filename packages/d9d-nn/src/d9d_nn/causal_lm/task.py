@@ -65,7 +65,8 @@ class CausalLM(TextTask):
         """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage.
 
         Raises:
-            JobError: the model predicts further tokens, but the dataset weights targets.
+            JobError: the model predicts further tokens, but the dataset gives no targets, or weights them; or the model
+                needs ``attention_blocks`` and the data gives none, or the reverse.
         """
         return super().inputs(self._shifted(microbatch))
 
@@ -74,7 +75,7 @@ class CausalLM(TextTask):
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
-            JobError: the model predicts further tokens, but the dataset weights targets.
+            JobError: the same problems as in :meth:`inputs`.
         """
         return super().split_positions(self._shifted(microbatch), share)
 

@@ -1,1 +1,1 @@
-"""Classification of samples: the task ``classification``."""
+"""Classification of samples and of tokens: the tasks ``classification`` and ``token_classification``."""

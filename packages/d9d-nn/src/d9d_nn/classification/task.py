@@ -55,7 +55,8 @@ class Classification(TextTask):
         """Find the head, and check that the model covers the data's classes, vocabulary and sequence length, if known.
 
         Raises:
-            JobError: the head is not found, or the data has classes, token ids or positions that the model lacks.
+            JobError: the head is not found or has one class, or the data has classes, token ids or positions that the
+                model lacks.
         """
         head = choose_head(model, self.head_kind, self.config.head)
         self._masks = masks_of(model)
@@ -74,7 +75,8 @@ class Classification(TextTask):
         """Weight of the loss term in a microbatch: the number of labels that are not ignored.
 
         Raises:
-            JobError: the dataset gives no labels, or labels of texts to a task that needs labels of tokens.
+            JobError: the dataset gives no labels; or labels of texts to a task that needs labels of tokens, or the
+                reverse.
         """
         check_fields(microbatch, self.config.name, "labels")
         labels = microbatch["labels"]
@@ -90,6 +92,7 @@ class Classification(TextTask):
 
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
+            JobError: the model needs ``attention_blocks`` and the data gives none, or the reverse.
         """
         own = own_positions_of_samples(self._with_blocks(microbatch), share)
         return own if counts_samples(own) else {**own, "labels": torch.full_like(own["labels"], IGNORE)}
@@ -130,5 +133,6 @@ class TokenClassification(Classification):
 
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
+            JobError: the model needs ``attention_blocks`` and the data gives none, or the reverse.
         """
         return own_positions(self._with_blocks(microbatch), share)

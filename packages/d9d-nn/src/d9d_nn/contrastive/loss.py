@@ -1,6 +1,7 @@
 """Contrastive loss over the texts of all ranks and microbatches, and its gradients with respect to the embeddings.
 
-Shapes: Q queries of this rank, N texts of this rank for each query (the first belongs to it), R ranks, D features.
+Shapes: Q queries of this rank, N texts of this rank for each query (the first belongs to it), R ranks, D features, C
+queries or texts of a chunk.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Contrast:
 
     Attributes:
         losses: loss of each query, float32 [Q]; zero for queries without a loss.
-        hits: whether a query's own text is the most similar of all texts, bool [Q].
-        query_gradient: gradient of the loss summed over all ranks' queries, [Q, D].
-        text_gradient: gradient of the same sum, [Q, N, D].
+        hits: whether a query's own text is the most similar of all texts, bool [Q]; false for queries without a loss.
+        query_gradient: gradient of the sum of all ranks' losses with respect to the queries, [Q, D].
+        text_gradient: gradient of this sum with respect to the texts, [Q, N, D].
     """
 
     losses: Tensor
@@ -90,13 +91,13 @@ def _one_way(
         candidates: [M, D], candidates of this rank.
         places: int64 [Q], index of each anchor's own candidate among the candidates of all ranks.
         counted: bool [Q], whether each anchor has a loss.
-        present: bool [M], whether each candidate exists; others are not compared.
+        present: bool [M], whether each candidate exists; absent candidates are not compared.
         ranks: ranks that hold the batch's anchors and candidates.
         temperature: divisor of the similarities.
 
     Returns:
-        Loss of each anchor [Q], whether its own candidate is the most similar one, bool [Q], and the gradients of the
-        losses summed over all ranks, with respect to the anchors [Q, D] and the candidates [M, D] of this rank.
+        Loss of each anchor [Q]; whether its own candidate is the most similar one, bool [Q]; and the gradients of the
+        sum of all ranks' losses with respect to this rank's anchors [Q, D] and candidates [M, D].
     """
     everything = ranks.all_gather(candidates)  # [R * M, D]
     absent = ~ranks.all_gather(present)

@@ -58,7 +58,10 @@ class Embedding(TextTask):
         self.config = config
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Weight of the loss term: the number of queries that have tokens and whose own (first) text has tokens."""
+        """Weight of the loss term: the number of queries that have tokens and whose own (first) text has tokens.
+
+        Zero on a rank of ``cp`` that does not count samples.
+        """
         present = _present(microbatch)
         counted = (present[:, 0] & present[:, 1]).sum(dtype=torch.float32)
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
@@ -68,6 +71,7 @@ class Embedding(TextTask):
 
         Raises:
             ValueError: the positions cannot be divided evenly over the ranks.
+            JobError: the model needs ``attention_blocks`` and the data gives none, or the reverse.
         """
         return own_positions_of_samples(self._with_blocks(microbatch), share)
 
@@ -80,7 +84,7 @@ class Embedding(TextTask):
         """Model inputs of the first pass, the same as in the second pass.
 
         Raises:
-            JobError: the dataset does not give queries with texts.
+            JobError: the dataset does not give queries with texts, or the ``attention_blocks`` that the model needs.
         """
         check_fields(microbatch, self.config.name, "samples")
         rows, samples = len(microbatch["tokens"]), len(microbatch["samples"])
@@ -128,7 +132,10 @@ class Embedding(TextTask):
         return {_TERM: loss if counts_samples(microbatch) else 0 * loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Loss of each query, and whether its own text is the most similar text in the step, [B] each."""
+        """Loss of each query, and whether its own text is the most similar text in the step, [B] each.
+
+        Both are empty on a rank of ``cp`` that does not count samples.
+        """
         counted = slice(None) if counts_samples(microbatch) else slice(0)
         return {"contrastive_loss": microbatch[_LOSS][counted], "retrieval_hits": microbatch[_HITS][counted]}
 

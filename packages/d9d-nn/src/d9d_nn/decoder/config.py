@@ -117,8 +117,8 @@ class DecoderConfig(ModelConfig, ABC):
         for name, size in () if isinstance(value, int) else parts.items():
             if name == "regular" or not _PART.fullmatch(name):
                 raise ValueError(
-                    f"'{name}' cannot name a part; use lower case, digits and underscores, and not 'regular', which is "
-                    "the part before the added tokens"
+                    f"'{name}' cannot name a part; begin with a lower-case letter, then use only lower-case letters, "
+                    "digits and underscores, and not 'regular', the part before the added tokens"
                 )
             if size < 1:
                 raise ValueError(f"{name}: {size} is not a positive number of token ids; leave the part out")

@@ -36,7 +36,7 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
         ours: further fields of this model that transformers does not have.
 
     Raises:
-        CheckpointError: Hugging Face layout has no such dtype, or cannot express the model.
+        CheckpointError: Hugging Face layout has no such dtype.
     """
     if dtype not in _DTYPES:
         raise CheckpointError(f"config.json cannot state the dtype '{dtype}'; export one of {', '.join(_DTYPES)}")
@@ -170,7 +170,8 @@ def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, i
     """Sliding window and first sliding layer of a ``config.json``, for models in which only later layers may slide.
 
     Raises:
-        CheckpointError: a layer after the first sliding-window layer has no sliding window.
+        CheckpointError: ``layer_types`` has unknown kinds, not one kind for each layer, or full attention after sliding
+            attention; or ``use_sliding_window`` is no boolean.
     """
     layers = data["num_hidden_layers"]
     # Reads these fields as transformers does, including its defaults.
@@ -233,7 +234,8 @@ def merge_kinds_of_rope(data: Mapping[str, Any], theta: float, local_theta: floa
         Contents of ``config.json``; ``rope_local_base_freq`` is ``None`` if all layers rotate alike.
 
     Raises:
-        CheckpointError: only sliding layers have a scaling, or ``rope_parameters`` is no mapping of layer types.
+        CheckpointError: sliding layers have a scaling, and other settings than full layers; ``rope_parameters`` is no
+            mapping of layer types; or ``rope_scaling`` is no mapping.
     """
     kinds, scaling = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
     if not isinstance(kinds, Mapping) or kinds.keys() - set(get_args(LayerType)) or not isinstance(scaling, Mapping):

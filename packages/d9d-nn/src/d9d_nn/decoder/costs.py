@@ -294,7 +294,7 @@ def attention_cost(
 
 
 def _gate(name: str, rows: float, features: float, width: int) -> OpCost:
-    """Cost of a product with the sigmoid of a gate; the gate, its sigmoid and the other factor are kept."""
+    """Cost of a product with a gate's sigmoid; the gate and the sigmoid are kept, and attention keeps its output."""
     size = width * rows * features
     return OpCost(name, "memory", traffic=5 * size, backward_traffic=7 * size, kept=2 * size)
 

@@ -24,8 +24,8 @@ class DecoderFormat(ABC, Generic[C]):
     """Base of the Hugging Face formats of decoders: the model classes of one family in transformers.
 
     One head can be a head of transformers: a language model (``...ForCausalLM``), a classifier of last tokens
-    (``...ForSequenceClassification``) or of tokens (``...ForTokenClassification``). Other heads are stored under our
-    own names, which transformers ignores.
+    (``...ForSequenceClassification``) or of tokens (``...ForTokenClassification``). Other heads are stored under
+    d9d's own names, which transformers ignores.
 
     Attributes:
         family: names of the models in transformers; a model that transformers implements as several families overrides

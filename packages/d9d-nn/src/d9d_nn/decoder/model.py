@@ -52,13 +52,13 @@ class DecoderModel(nn.Module):
         config: config of the whole model.
         stage: pipeline stage to build.
         block: function that builds the layer with an index in the whole model.
-        heads: whether the last stage has the heads; otherwise it returns the hidden states that the heads read.
+        heads: whether the last stage has the heads; otherwise it returns the output of the final norm.
         norm: class of the final norm.
         logit_softcap: soft cap of the logits of causal_lm heads; ``None`` for no cap.
 
     Raises:
-        BuildError: the layers cannot be split over the stages in the requested way; or a head has a name that a module
-            cannot have.
+        BuildError: the layers cannot be split over the stages in the requested way; a head has a name that a module
+            cannot have, or its plugin is not installed; or NTK scaling is used for heads with a single rotary pair.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class DecoderModel(nn.Module):
             normalised ``{"hidden": [B, S, H]}``. With one head: ``{"token_loss": float32 [B, S]}`` with targets, else
             ``{"logits": [B, S, V]}``, or ``{"class_logits": float32 [B, C]}`` ([B, S, C] from a token_classification
             head), ``{"embedding": float32 [B, D]}``, or ``{"hidden_states": [B, S, H]}`` ([B, S, L, H] of L layers).
-            Outputs of several heads are called ``"<head>/<name>"``;
-            causal_lm heads among them run only with targets.
+            Outputs of several heads are called ``"<head>/<name>"``; with several heads,
+            causal_lm heads run only with targets.
 
         Raises:
             ValueError: the first stage got no tokens, a later stage did not get all outputs of the previous stage, or

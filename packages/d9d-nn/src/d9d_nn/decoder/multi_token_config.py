@@ -22,7 +22,7 @@ class MultiTokenPrediction(Section):
     """Coefficient of the mean of all depths' losses in the training loss."""
 
     first: Literal["embedding", "hidden"] = "embedding"
-    """First half of the input of each projection: the embedding of the next token, or the hidden state."""
+    """First half of the input of each projection: the embedding of the later token, or the hidden state."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,1 +1,1 @@
-"""Gated DeltaNet: a token mixer whose state per head has one size for all lengths."""
+"""Gated DeltaNet: a token mixer with a state per head, whose size does not depend on the sequence length."""

@@ -1,13 +1,13 @@
 """Recurrent layers on a rank of context parallelism, which has two chunks of each sample's positions.
 
-The state after a chunk is an affine function of the state before it, ``M S + U``, for each head. Each rank computes M
-and U of its own chunks, all ranks gather all of them, and each rank composes the functions of the chunks before its
-own: the exchanged bytes do not depend on the length of samples. With the state S before a chunk, outputs are
-``O + R S``. From the first document border in a chunk on, M and R are zero.
+The state after a chunk is an affine function of the state X before it, ``M X + U``, for each head. Each rank computes
+M and U of its own chunks, all ranks gather M and U of all chunks, and each rank composes the functions of the chunks
+before its own: the exchanged bytes do not depend on the length of samples. The outputs of a chunk are ``O + P X``. If a
+document begins inside a chunk, M is zero, and P is zero from this position on.
 
 For Gated DeltaNet, M is a matrix. Its rule runs once, on values with D_k further features that are zero, from the state
-``[0 | 1]``: the outputs are ``[O | R]`` and the last state is ``[U | M]``. For state-space models, M is a number, the
-decay over the chunk, and R is a vector C for each position, times the decay up to the position.
+``[0 | 1]``: the outputs are ``[O | P]`` and the last state is ``[U | M]``. For state-space models, M is a number, the
+decay over the chunk, and P of a position is its vector C times the decay from the start of the chunk.
 
 A short convolution needs the last W - 1 positions before each chunk, which are gathered too.
 
@@ -101,9 +101,10 @@ class ContextChain:
     def state_space_rule(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """State-space rule on this rank's chunks: A is [N], ``documents`` as in :meth:`convolve`, others [2 B, L, ...].
+        """State-space rule, see :func:`~d9d_nn.ops.state_space_rule.state_space_rule`, on this rank's chunks.
 
-        Collective over ``cp``, in forward and backward; see :func:`~d9d_nn.ops.state_space_rule.state_space_rule`.
+        Collective over ``cp``, in forward and backward. A is [N], ``documents`` are as in :meth:`convolve`, and all
+        other tensors, including the result, have the shape [2 B, L, ...].
         """
         numbers = None if documents is None else self._of_chunks(documents, 1)
         out, last = chunked_with_state(x, dt, A, B, C, None if numbers is None else numbers[:, 1:])
@@ -161,7 +162,7 @@ class ContextChain:
         return torch.stack(found, dim=1).flatten(0, 1)
 
     def _of_chunks(self, documents: Tensor, before: int) -> Tensor:
-        """From documents [B, S], the ones of each own chunk and ``before`` positions before it: [2 B, before + L]."""
+        """Documents of each own chunk and of the ``before`` positions before it, [2 B, before + L], from [B, S]."""
         length = documents.shape[1] // (2 * self.share.ranks)
         padded = functional.pad(documents, (before, 0))
         found = [padded[:, chunk * length : (chunk + 1) * length + before] for chunk in self.chunks]

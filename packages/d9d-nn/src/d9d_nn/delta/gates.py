@@ -45,7 +45,7 @@ class MambaRates(nn.Module):
             self.dt_bias.add_(torch.log(-torch.expm1(-self.dt_bias)))
 
     def rate(self, x: Tensor) -> Tensor:
-        """Rates [N], not positive, in the dtype of ``x`` or float32."""
+        """Rates [N], not positive, in float32, or in the dtype of ``x`` if it is wider."""
         wide = torch.promote_types(x.dtype, torch.float32)
         # Rates are kept finite, because an infinite rate times a step of zero would be NaN.
         return -self.A_log.to(wide).clamp(max=math.log(torch.finfo(wide).max) - 1).exp()

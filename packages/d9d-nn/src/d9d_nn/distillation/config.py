@@ -15,13 +15,13 @@ class DistillationConfig(PluginConfig):
     name: Literal["distillation"] = "distillation"
     """Selects the plugin."""
     teacher: Annotated[PluginConfig, Named("model")]
-    """The teacher's config, with the fields of ``model``; needs ``pretrained``. It runs in the model's layout."""
+    """Config of the teacher, which runs in the model's layout; with the fields of ``model``; needs ``pretrained``."""
     head: str | None = None
     """The model's head to train, of kind causal_lm; needed if the model has several heads."""
     teacher_head: str | None = None
     """The teacher's head; needed if the teacher has several heads."""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits of both models; the divergence is multiplied by its square."""
+    """Divides the logits of both models; the divergence is multiplied by the square of the temperature."""
     top_k: PositiveInt | None = None
     """Learn the teacher's k most probable tokens, with probabilities that add up to one; null learns all tokens, and
     keeps the teacher's logits for a whole step."""

@@ -22,8 +22,8 @@ def divergence(
     """Kullback-Leibler divergence ``t^2 * sum_v p_v (log p_v - log q_v)`` of each token, computed in float32.
 
     Here ``q = softmax(logits / t)``, ``p = softmax(other / t)``, and t is the temperature. The gradient with respect to
-    the logits is ``t (q - p)``. Chunks of tokens are processed one after another, so the logits and their gradient are
-    the only tensors of this size in memory.
+    the logits is ``t (q - p)``. Chunks of tokens are processed one after another, so of the
+    tensors with V columns only the arguments and the gradient are in memory for all tokens.
 
     Args:
         logits: [T, V].

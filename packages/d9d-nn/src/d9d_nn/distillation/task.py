@@ -24,7 +24,8 @@ from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.text_task import TextTask
 
 _SOFT, _HARD = "divergence", "cross_entropy"
-#: Names of the tensors that the first pass adds to a microbatch: the teacher's logits and, with ``top_k``, their ids.
+#: Names of the tensors that the first pass adds to a microbatch: the teacher's logits and, with ``top_k``, the ids of
+#: their tokens.
 _LOGITS, _WORDS = "teacher_logits", "teacher_words"
 
 
@@ -53,7 +54,8 @@ class Distillation(TextTask):
 
         Raises:
             JobError: a head cannot be found, the data has token ids or positions that a model does not have, the
-                teacher has another vocabulary or no weights, or the model predicts further tokens.
+                teacher has another vocabulary, other inputs or no weights, ``top_k`` is larger than the teacher's
+                vocabulary, or the model predicts further tokens.
         """
         config = self.config
         self._words = getattr(model, "vocab_size", None)
@@ -67,7 +69,7 @@ class Distillation(TextTask):
             problems.append("task.teacher: the teacher has no trained weights to learn from; set pretrained")
         words = getattr(config.teacher, "vocab_size", None)
         if config.top_k is not None and isinstance(words, int) and config.top_k > words:
-            problems.append(f"task.top_k: {config.top_k} words are more than the teacher's {words}; use null for all")
+            problems.append(f"task.top_k: {config.top_k} exceeds the teacher's {words} token ids; use null for all")
         masks = [getattr(one, "attention_mask", "causal") for one in (model, config.teacher)]
         self._masks = masks_of(model, config.teacher)
         if len({mask in ("prefix", "blocks") for mask in masks}) > 1:
@@ -97,7 +99,7 @@ class Distillation(TextTask):
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Logits of the teacher [B, S, V]; with ``top_k``, the K largest [B, S, K] and their token ids."""
-        # The teacher's further logits are padding of its vocabulary, see check().
+        # The teacher's logits beyond the model's vocabulary are of padding, see check().
         logits = read_output(outputs, "logits", self.config.teacher_head).detach()[..., : self._words]
         if self.config.top_k is None:
             return {_LOGITS: logits}

@@ -14,8 +14,9 @@ _FILE = "tokenizer.json"
 def check_vocabularies(model: Any, teacher: Any) -> list[str]:
     """Describe the differences between the vocabularies of student and teacher, one line each.
 
-    Sizes may differ if the directories of both models have tokenizers that give every token the same id, since
-    published models pad their embedding matrices differently. Models without tokenizers need equal sizes.
+    Sizes may differ if the directories of both models have tokenizers, and the teacher's tokenizer gives every token of
+    the student's tokenizer the same id, since published models pad their embedding matrices differently. Otherwise the
+    sizes must be equal.
 
     Args:
         model: config of the student.
@@ -35,8 +36,8 @@ def check_vocabularies(model: Any, teacher: Any) -> list[str]:
     sizes = (getattr(model, "vocab_size", None), getattr(teacher, "vocab_size", None))
     if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
         return [
-            f"task.teacher: the teacher has {sizes[1]} token ids, the model {sizes[0]}, and no {_FILE} is next to the "
-            "weights of both to compare; use a teacher with the same vocabulary"
+            f"task.teacher: the teacher has {sizes[1]} token ids, the model {sizes[0]}, and d9d cannot compare their "
+            f"tokens without a {_FILE} next to the weights of each; use a teacher with the same vocabulary"
         ]
     return []
 

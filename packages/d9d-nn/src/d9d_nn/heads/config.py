@@ -152,7 +152,8 @@ class PluginHeadConfig(Section):
         its parameters are replicated. A head that pools derives from :class:`~d9d_nn.heads.pooling.PoolsContext`.
 
         Raises:
-            BuildError: the plugin of the head is not installed, so that this is only its stored config.
+            BuildError: the plugin of the head is not installed, so that only its stored config is known; or its config
+                class does not override this method.
         """
         raise BuildError(
             f"model.heads: the plugin that declares heads of kind '{self.kind}' is not loaded, or its config class "
@@ -229,7 +230,7 @@ def head_layers(head: HeadConfig | PluginHeadConfig, num_layers: int) -> tuple[i
         return None
     if outside := [layer for layer in layers if not -num_layers <= layer < num_layers]:
         raise ValueError(
-            f"there is no layer {outside[0]} in a model of {num_layers}; give {-num_layers} to {num_layers - 1}"
+            f"there is no layer {outside[0]} in a model of {num_layers} layers; give {-num_layers} to {num_layers - 1}"
         )
     found = tuple(sorted(layer % num_layers for layer in layers))
     if twice := [layer for layer in set(found) if found.count(layer) > 1]:
@@ -258,7 +259,8 @@ def check_heads(
         tied: whether a head takes its weight from the embedding.
 
     Raises:
-        ValueError: a head reads a layer or features that do not exist, or there is not exactly one head to tie.
+        ValueError: a head reads a layer or features that do not exist, or one layer twice; or ``tied`` is true and the
+            number of causal_lm heads is not one.
     """
     for name, head in heads.items():
         if num_layers is not None:

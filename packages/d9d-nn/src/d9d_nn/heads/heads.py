@@ -41,7 +41,8 @@ class Heads(nn.ModuleDict):
         softcap: soft cap of the logits of causal_lm heads; ``None`` for no cap.
 
     Raises:
-        BuildError: the name of a head is already an attribute of modules.
+        BuildError: the name of a head, or of a group of added tokens, is already an attribute of modules; or the plugin
+            of a head is not installed.
     """
 
     def __init__(
@@ -88,7 +89,10 @@ class Heads(nn.ModuleDict):
                 )
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Tensor-parallel styles of the heads: causal_lm heads split the vocabulary, other heads are replicated."""
+        """Tensor-parallel styles of the heads.
+
+        A causal_lm head without added tokens splits the vocabulary; all other heads are replicated.
+        """
         return {
             name: TensorStyle.VOCAB if isinstance(head, CausalLMHead) and not head.split else TensorStyle.WHOLE
             for name, head in self.items()

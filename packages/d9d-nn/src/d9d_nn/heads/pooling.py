@@ -42,7 +42,9 @@ class PoolsContext:
 def pool(
     hidden: Tensor, lengths: Tensor | None, pooling: Pooling, ends: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """Pooling for heads: one vector for each right-padded sample, or for each row of a packed sample, without padding.
+    """Pool positions to one vector for each right-padded sample, or for each row of a packed sample.
+
+    Padding does not count.
 
     Args:
         hidden: [B, S, H].

@@ -26,7 +26,7 @@ _ROW = "number of the row in the input, from 0"
 
 
 class HeadReader:
-    """Base of the inference tasks of classes and scores: they read a head with one output for each row.
+    """Base class of the inference tasks of classes, token classes, rewards and embeddings: they read one head.
 
     Args:
         config: config with the head's name.
@@ -48,7 +48,8 @@ class HeadReader:
         """Find the head, and compare vocabulary and sequence length of model and data.
 
         Raises:
-            JobError: the head cannot be found, or the data has token ids or positions that the model does not have.
+            JobError: the head cannot be found or does not fit the task, or the data has token ids or positions that the
+                model does not have.
         """
         head = choose_head(model, self.kind, self.config.head)
         if problems := [*exceeded(model, facts), *self._problems(head, facts)]:
@@ -105,7 +106,7 @@ class Classes(HeadReader):
         return {
             ROW: _ROW,
             "class": "number of the most likely class",
-            "label": "its name, or its number if classes have no names",
+            "label": "name of this class, or its number if the classes have no names",
             "probabilities": "probability of each class, in order",
         }
 
@@ -138,7 +139,7 @@ class TokenClasses(HeadReader):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        return {ROW: _ROW, "tokens": "number of its tokens", "labels": "most likely class of each token"}
+        return {ROW: _ROW, "tokens": "number of the row's tokens", "labels": "most likely class of each token"}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""

@@ -14,7 +14,7 @@ class LogProbsConfig(PluginConfig):
     name: Literal["log_probs"] = "log_probs"
     """Selects the plugin."""
     per: Literal["row", "token"] = "row"
-    """One number for each row, or a list with one for each target."""
+    """``row``: one number for each row. ``token``: also a list with one number for each target of the row."""
     head: str | None = None
     """The model's head to read, of kind causal_lm; needed if the model has several heads."""
 
@@ -51,7 +51,7 @@ class TokenClassesConfig(PluginConfig):
 
 
 class RewardsConfig(PluginConfig):
-    """Inference task: score of each row, the first logit of a classification head."""
+    """Inference task: score of each row, from a classification head of one class."""
 
     name: Literal["rewards"] = "rewards"
     """Selects the plugin."""

@@ -20,7 +20,7 @@ class Embeddings(HeadReader):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        return {ROW: "number of the row in the input, from 0", "embedding": "its vector, float32"}
+        return {ROW: "number of the row in the input, from 0", "embedding": "vector of the row, float32"}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
         """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""

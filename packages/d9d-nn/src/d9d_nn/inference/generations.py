@@ -36,9 +36,9 @@ class Generations:
         return {
             ROW: "number of the row in the input, from 0",
             "prompt_tokens": "number of tokens of the prompt",
-            "tokens": "ids of the new tokens, with the one that ended the text",
+            "tokens": "ids of the new tokens, with the end token if there is one",
             "text": "the new tokens as text, without special tokens; null if the run has no tokenizer",
-            "finished": "whether the text ended before the limit",
+            "finished": "whether the model generated an end token",
         }
 
     @property

@@ -42,10 +42,14 @@ class HiddenStates:
 
     @property
     def columns(self) -> Mapping[str, str]:
-        kinds = {"last": "of its last position", "mean": "mean over its positions", "none": "of all its positions"}
+        kinds = {
+            "last": "at the row's last position",
+            "mean": "averaged over the row's positions",
+            "none": "at each position",
+        }
         kind = kinds[self.config.pooling]
         states = {_column(layer): f"output of layer {layer} {kind}" for layer in self.config.layers}
-        return {ROW: "number of the row in the input, from 0", "tokens": "number of its positions", **states}
+        return {ROW: "number of the row in the input, from 0", "tokens": "number of the row's positions", **states}
 
     def check(self, model: Any, facts: State) -> None:  # noqa: ARG002 - modules() checks the model itself
         """Store whether samples of the data are packed, which :meth:`rows` needs."""

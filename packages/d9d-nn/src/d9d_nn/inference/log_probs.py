@@ -23,13 +23,13 @@ from d9d_nn.microbatch import check_fields, masks_of, own_positions, stage_input
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _ROW = "number of the row in the input, from 0"
-_COUNT = "number of its targets: tokens after the first, with the end of text; in conversations, only trained ones"
+_COUNT = "number of targets: tokens after the first, with the end of text; in conversations, only trained tokens"
 
 
 class TokenLikelihoods:
-    """Base of the inference tasks of log-probabilities and perplexity, over the log-probabilities of targets.
+    """Base class of the inference tasks of log-probabilities and perplexity of targets.
 
-    Microbatches are the same as for the task ``causal_lm``; targets that this task ignores are not counted.
+    Microbatches are the same as for the task ``causal_lm``; targets of -100 are not counted.
 
     Args:
         config: config with the head's name.
@@ -57,7 +57,8 @@ class TokenLikelihoods:
         """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage.
 
         Raises:
-            JobError: the dataset gives no targets.
+            JobError: the dataset gives no targets; or the model needs ``attention_blocks`` and the dataset gives none,
+                or the reverse.
         """
         check_fields(microbatch, self.config.name, "targets")
         return stage_inputs(with_blocks(microbatch, *self._masks), "targets")
@@ -67,6 +68,7 @@ class TokenLikelihoods:
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
+            JobError: the model needs ``attention_blocks`` and the dataset gives none, or the reverse.
         """
         return own_positions(with_blocks(microbatch, *self._masks), share)
 
@@ -96,7 +98,7 @@ class LogProbs(TokenLikelihoods):
     def columns(self) -> Mapping[str, str]:
         each = {"targets": "token ids of the targets", "log_probs": "log-probability of each target"}
         more = each if self.config.per == "token" else {}
-        return {ROW: _ROW, "tokens": _COUNT, "log_prob": "log-probability of all its targets together", **more}
+        return {ROW: _ROW, "tokens": _COUNT, "log_prob": "log-probability of all targets together", **more}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
         """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""
@@ -127,7 +129,7 @@ class PerplexityRows(TokenLikelihoods):
         return {
             ROW: _ROW,
             "tokens": _COUNT,
-            "loss": "mean negative log-probability of its targets, in nats",
+            "loss": "mean negative log-probability of the targets, in nats",
             "perplexity": "exp of the loss",
         }
 

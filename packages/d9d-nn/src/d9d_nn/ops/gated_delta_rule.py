@@ -43,7 +43,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """Reference of the gated delta rule: computes one position after another, in float32 or wider.
 
-    Value head n reads the query and key head ``n // (N / K)``. Queries and keys are divided by their length.
+    Value head n reads the query and key head ``n // (N / K)``. Queries and keys are divided by their Euclidean norm.
 
     Args:
         query: [B, S, K, D_k].

@@ -16,9 +16,10 @@ from d9d_nn.ops.deferred import Product, may_defer, product
 def grouped_linear(
     x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True, deferral: Deferral | None = None
 ) -> Tensor:
-    """Reference of grouped linear: loops over experts, ``out[rows of e] = x[rows of e] @ bank[e]``; syncs the host.
+    """Reference of grouped linear: loops over experts, ``out[rows of e] = x[rows of e] @ bank[e]``.
 
-    An expert without rows has a gradient of zeros. Under autocast the product is computed in autocast's dtype.
+    The host waits for the counts. An expert without rows has a gradient of zeros. Under autocast the product is
+    computed in autocast's dtype.
 
     Args:
         x: [R, I], sorted by expert: rows of expert 0 first.

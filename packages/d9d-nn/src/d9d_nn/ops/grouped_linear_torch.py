@@ -91,7 +91,7 @@ def _bank_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 def _refusal(signature: OpSignature) -> str | None:
     device, dtype = signature.device, signature.dtype
     if device not in ("cpu", "cuda"):
-        return f"torch computes it on cpu and cuda, the device is {device}"
+        return f"torch computes grouped products on cpu and cuda, the device is {device}"
     if dtype not in _BYTES:
         return f"needs one of {', '.join(_BYTES)}, the model is {dtype}"
     for name in ("in_features", "out_features"):

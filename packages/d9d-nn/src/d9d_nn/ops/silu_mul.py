@@ -24,16 +24,16 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def recomputed_supports(signature: OpSignature) -> Decision:
-    """Accept modules that are compiled; chosen automatically on CUDA, where activations fill the memory."""
+    """Accept compiled modules without checkpointing; the default on CUDA, where activations fill the memory."""
     if not signature.compiled:
-        return Decision(accept=False, reason="without a compiler, the next product keeps its result anyway")
+        return Decision(accept=False, reason="without a compiler, the next product keeps the result anyway")
     if signature.checkpointed:
         # In a checkpointed block, torch 2.11 would also keep the inputs of this function for the backward.
         return Decision(accept=False, reason="the backward already computes the whole block again")
     if signature.device != "cuda":
         return Decision(accept=True, reason="less memory for one more pass; used only if the job names it", priority=0)
     return Decision(
-        accept=True, reason="the backward computes it again in a pass that already reads its inputs", priority=5
+        accept=True, reason="the backward computes the result again in a pass that already reads the inputs", priority=5
     )
 
 

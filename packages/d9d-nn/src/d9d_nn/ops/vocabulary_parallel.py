@@ -5,7 +5,7 @@ exchange four numbers per token (Shoeybi et al. 2019, "Megatron-LM", section 3, 
 
 A backend computes the passes over the logits, and calls :func:`merge_statistics` and :func:`merge_ranks` to
 communicate, so that every backend runs the collectives that the head declares. The function of a backend takes the
-arguments of :class:`VocabularyParallelCrossEntropy`, which describe a rank's shard, and returns the loss function.
+arguments ``first`` and ``group`` of :class:`VocabularyParallelCrossEntropy` and returns the loss function of a shard.
 
 Shapes: T tokens, H features, V token ids (rows of the weight) of this rank, C tokens of a chunk.
 """

@@ -21,13 +21,13 @@ class DpoConfig(PluginConfig):
     """``sigmoid``: equation 7 of the paper. ``hinge``: a margin of one (Zhao et al. 2023, "SLiC-HF"). ``ipo``: the
     squared distance to a margin of ``1 / (2 beta)``, per token (Azar et al. 2023, equation 17)."""
     normalize_length: bool = False
-    """Divide the log-probability of each text by its number of tokens; ``ipo`` always does."""
+    """Divide the log-probability of each text by its number of targets; ``ipo`` always does."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Probability that the texts of a pair are swapped (Mitchell 2023, "cDPO"); for ``sigmoid``."""
     reference: Literal["auto", "without_adapter", "copy", "stored"] = "auto"
     """The frozen model. ``without_adapter``: the trained model without its adapter (``peft``), which needs no memory.
-    ``copy``: a copy of the model at the start of the run. ``stored``: the model at the start of the run, run once over
-    all data before the first step. ``auto``: ``without_adapter`` if there is an adapter, else ``copy``."""
+    ``copy``: a copy of the model at the start of the run. ``stored``: the model at the start of the run, evaluated
+    once on all data before the first step. ``auto``: ``without_adapter`` if there is an adapter, else ``copy``."""
 
     @model_validator(mode="after")
     def _smoothing_has_an_effect(self) -> Self:

@@ -31,7 +31,7 @@ class PreferenceMetric:
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
-        """Reduction of the state over shards: a sum."""
+        """Reduction of the state over ranks: sum."""
         return {"sums": "sum"}
 
     def update(self, observations: Mapping[str, Tensor]) -> None:

@@ -60,7 +60,10 @@ class Dpo(TextTask):
             self._context = topology.axes_group("cp")
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Weight of the loss term in a microbatch: the number of pairs that have a target."""
+        """Weight of the loss term in a microbatch: the number of pairs that have a target.
+
+        Zero on a rank of ``cp`` that does not count samples.
+        """
         counted = _counted(microbatch).sum(dtype=torch.float32)
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
 
@@ -69,6 +72,7 @@ class Dpo(TextTask):
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
+            JobError: the model needs ``attention_blocks`` and the data gives none, or the reverse.
         """
         own = own_positions_of_samples(self._with_blocks(microbatch), share)
         return {**own, _TARGETS: (microbatch["targets"] != IGNORE).sum(-1)} if "targets" in microbatch else own
@@ -83,7 +87,8 @@ class Dpo(TextTask):
         """Inputs of the reference model, the same as the inputs of the trained model.
 
         Raises:
-            JobError: the dataset gives no pairs of texts with targets.
+            JobError: the dataset gives no pairs of texts with targets, or not the ``attention_blocks`` that the model
+                needs.
         """
         check_fields(microbatch, self.config.name, "targets", "samples")
         rows, samples = len(microbatch["tokens"]), len(microbatch["samples"])
@@ -125,7 +130,10 @@ class Dpo(TextTask):
         return {_TERM: loss if counts_samples(microbatch) else 0 * loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Implicit rewards ``beta * log(policy / reference)`` of both texts, float32 [B]."""
+        """Implicit rewards ``beta * log(policy / reference)`` of both texts, float32 [B] each.
+
+        Both are empty on a rank of ``cp`` that does not count samples.
+        """
         ratios = self._log_probabilities(outputs, microbatch).detach() - microbatch[REFERENCE]
         rewards = self.config.beta * (ratios if counts_samples(microbatch) else ratios[:0])
         return {"chosen_rewards": rewards[:, 0], "rejected_rewards": rewards[:, 1]}

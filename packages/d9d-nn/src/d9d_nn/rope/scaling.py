@@ -181,12 +181,14 @@ def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int)
         ``None`` for type ``default``.
 
     Raises:
-        CheckpointError: the method is unknown, rotates only a part of each head, or has impossible settings.
+        CheckpointError: the method is unknown or has impossible settings, or only a part of each head rotates.
     """
     where = "config.json: rope_parameters"
     part = parameters.get("partial_rotary_factor")
     if part not in (None, 1):
-        raise CheckpointError(f"{where}.partial_rotary_factor is {part!r}; d9d rotates whole heads only: set it to 1.0")
+        raise CheckpointError(
+            f"{where}.partial_rotary_factor is {part!r}; d9d rotates whole heads of this model only: take another model"
+        )
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None

@@ -1,1 +1,1 @@
-"""State-space models: token mixers whose state per head has one size for all lengths."""
+"""State-space models: token mixers with a state per head, whose size does not depend on the sequence length."""

@@ -29,9 +29,9 @@ __all__ = ["Mamba2", "StateSpace"]
 class Mamba2(nn.Module):
     """Mamba-2: short convolutions, a decaying state per head, a gated norm of each group, and an output projection.
 
-    Tensor parallelism splits the groups, each with its heads; it must divide the number of groups, because the heads of
-    a group share a norm. Under context parallelism, ranks exchange the last positions and the states of their chunks,
-    see :mod:`d9d_nn.delta.chain`; the rule then runs in PyTorch.
+    Tensor parallelism splits the groups, each with its heads; the number of ranks must divide the number of groups,
+    because the heads of a group share a norm. Under context parallelism, ranks exchange the last positions and the
+    states of their chunks, see :mod:`d9d_nn.delta.chain`; the rule then runs in PyTorch.
 
     Args:
         hidden_size: H.
@@ -182,7 +182,8 @@ class StateSpace(MambaRates):
     ) -> Tensor:
         """Apply ``rule`` with the steps ``softplus(dt + dt_bias)`` of dt [B, S, N], and add ``D x``.
 
-        The result is like ``x``; see :func:`~d9d_nn.ops.state_space_rule.state_space_rule` for the other arguments.
+        Steps are clamped to ``time_step_limit``. The result has the shape and dtype of ``x``; see
+        :func:`~d9d_nn.ops.state_space_rule.state_space_rule` for the other arguments.
         """
         rate = self.rate(dt)
         out = rule(x, self.step(dt).clamp(*self._limits), rate, B, C, documents)

@@ -1,4 +1,4 @@
-"""Cause that limits the speed of a step, found from measured times, and changes that would help. Imports no torch."""
+"""Cause that limits the speed of a step, found from measured times, and changes that may help. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Verdict:
     Attributes:
         cause: short name: ``data``, ``host``, ``communication``, ``optimizer``, ``memory`` or ``compute``.
         reason: sentence with the measured share.
-        advice: changes of the job file that would help.
+        advice: changes that may help, most of them in the job file.
     """
 
     cause: str

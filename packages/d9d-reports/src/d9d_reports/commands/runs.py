@@ -58,7 +58,7 @@ def runs_compare(
     logged = dict.fromkeys(name for record in records for line in record.lines for name in line if name != "step")
     for name in series:
         if name not in logged:
-            raise JobError(f"--series: no run has logged '{name}'; they have: {', '.join(logged) or 'nothing'}")
+            raise JobError(f"--series: no run has logged '{name}'; the runs have: {', '.join(logged) or 'nothing'}")
     chosen = series or [name for name in ("loss", "eval/loss") if name in logged] or ["loss"]
     labels = unique_names(records)
     curves = {label: record.points(chosen[0]) for label, record in zip(labels, records, strict=True)}

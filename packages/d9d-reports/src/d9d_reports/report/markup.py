@@ -41,7 +41,7 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds with two units."""
+    """Format seconds with at most two units."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

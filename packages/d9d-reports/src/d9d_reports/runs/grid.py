@@ -93,8 +93,9 @@ def combine(
             number of processes.
 
     Raises:
-        JobError: a field or value is invalid, two values are equal, or a field appears twice.
-        D9dError: a combination cannot run.
+        JobError: a field or value is invalid, two values are equal, a field appears twice, there are too many
+            combinations, or a combination cannot run.
+        D9dError: the job file cannot be loaded, even without the grid.
     """
     axes = dict(_axis(grid) for grid in grids)
     if len(axes) < len(grids):
@@ -137,7 +138,9 @@ def _axis(grid: str) -> tuple[str, list[str]]:
     if not equals or not field or not all(values):
         raise JobError(f"--grid {grid}: write FIELD=VALUE,VALUE, for example --grid optimizer.lr=1e-4,3e-4")
     if re.split(r"[.\[]", field)[0] in _OWN:
-        raise JobError(f"--grid {grid}: {field} cannot be in a grid: the sweep sets it for all runs")
+        raise JobError(
+            f"--grid {grid}: {field} cannot be in a grid: the sweep sets run, and plugins are equal in all runs"
+        )
     return field, values
 
 

@@ -41,7 +41,7 @@ class Sweep:
         command: arguments of ``d9d`` for each run, before its overrides.
         options: arguments after the overrides.
         jobs: number of concurrent runs.
-        say: prints a line.
+        say: function that prints a line.
         endings: name of a run -> its ending so far.
         errors: name of a failed run -> first line of its error.
     """
@@ -61,7 +61,7 @@ class Sweep:
         active runs.
 
         Raises:
-            JobError: a run's directory belongs to another job; no run was started.
+            JobError: a run's directory belongs to another job. In this case, no run has been started.
         """
         finished = [run.is_finished() for run in self.runs]
         self.endings = {
@@ -169,7 +169,9 @@ class _Active:
 
 
 def error_of(text: str, code: int) -> str:
-    """Error of a failed run in one line: the signal that killed it, d9d's error, or the last line of a traceback.
+    """Error of a failed run in one line: the signal that killed the run, d9d's error, or the last line of a traceback.
+
+    The line gives the exit status if the output has neither an error nor a traceback.
 
     Args:
         text: output of the run.

@@ -43,7 +43,7 @@ def sweep_table(sweep: Sweep, records: Mapping[str, RunRecord]) -> None:
 
 
 def comparison_table(records: Sequence[RunRecord], series: Sequence[str]) -> None:
-    """Print the job fields in which runs differ, and the last values of logged series, with a column per run."""
+    """Print the job fields in which runs differ, and the last (of losses, also the least) values of logged series."""
     table = _table("", *(record.name for record in records))
     for name, values in differing([record.job for record in records]).items():
         table.add_row(name, *map(shown, values))

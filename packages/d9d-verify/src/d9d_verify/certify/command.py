@@ -29,7 +29,7 @@ def certify(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
 ) -> None:
-    """Shrink a model, and run it packed, in each layout, with LoRA and to files. Exit status 1 if something differs."""
+    """Shrink a model; check packed documents, layouts, LoRA and export. Exit status 1 if something differs."""
     from d9d_verify.certify.run import certify as run
 
     found = run(target, discover_plugins(plugin, no_plugins, strict_plugins), _note)

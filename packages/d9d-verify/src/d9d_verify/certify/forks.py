@@ -65,13 +65,13 @@ def ended(processes: Sequence[BaseProcess], patience: float) -> str | None:
     while running:
         ready = wait(list(running), timeout=patience if failure is None else _LAST_SECONDS)
         if not ready:
-            return failure or f"did not end in {patience:g} s"
+            return failure or f"no further process ended in {patience:g} s"
         for sentinel in ready:
             process = running.pop(sentinel)  # type: ignore[arg-type]  # sentinels are integers
             process.join()
             if process.exitcode and failure is None:
                 signal = f"signal {-process.exitcode}"
-                failure = "was killed by " + signal if process.exitcode < 0 else f"exit status {process.exitcode}"
+                failure = "killed by " + signal if process.exitcode < 0 else f"exit status {process.exitcode}"
     return failure
 
 

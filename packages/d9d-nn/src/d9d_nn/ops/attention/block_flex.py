@@ -107,6 +107,8 @@ class FlexBlocks:
     ) -> Sequence[tuple[slice, slice, BlockMask | bool]]:
         """Make the block mask of all queries and all keys, so that the compiled function always gets one shape.
 
+        If neither documents nor a window hide keys, and ``plain`` was given, ``plain`` prepares its own calls.
+
         Args:
             queries: positions of the queries, as contiguous ranges.
             keys: positions of the keys, as contiguous ranges.
@@ -116,8 +118,8 @@ class FlexBlocks:
             mask: kind of the mask.
 
         Returns:
-            For each call, the slice of the queries, the slice of the keys, and the mask. FlexAttention needs one call;
-            the list is empty if positions and window hide all keys.
+            For each call, the slice of the queries, the slice of the keys, and the mask. FlexAttention needs one call,
+            or none if positions and window hide all keys; ``plain`` may need several.
         """
         if self._of_one:
             documents = None

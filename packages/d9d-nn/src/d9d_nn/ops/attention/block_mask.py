@@ -147,8 +147,8 @@ def _near_blocks(nearest: Tensor, farthest: Tensor, window: int | None, mask: Ma
     """Blocks that are visible in part or in whole, and blocks that are wholly visible, by direction and window.
 
     Args:
-        nearest: distance from the last key of a block back from its first query.
-        farthest: distance from the first key of a block back from its last query.
+        nearest: position of a block's first query minus position of its last key.
+        farthest: position of a block's last query minus position of its first key.
         window: number of positions that a query sees, including its own; ``None`` for all.
         mask: kind of the mask.
     """

@@ -24,7 +24,7 @@ PRIORITY = 20
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept causal attention without documents and windows, on CUDA in 16 bits."""
+    """Accept causal attention without documents and windows, on CUDA in 16 bits, and on a CPU if a job names it."""
     if refusal := partial.refusal(signature):
         return Decision(accept=False, reason=refusal)
     if (window := signature.static.get("window")) is not None:

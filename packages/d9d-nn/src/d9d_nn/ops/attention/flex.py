@@ -147,7 +147,10 @@ class Flex:
         self._done: set[bool] = set()
 
     def prepare(self, documents: Documents, length: int, device: torch.device) -> BlockMask | None:
-        """Make the block mask of partly and wholly visible scores; ``None`` if nothing would be skipped."""
+        """Make the block mask of partly and wholly visible scores.
+
+        Returns ``None`` if the mask would skip nothing and the backend has a function for such calls.
+        """
         if self._of_one:
             documents = None
         open_window = self._window is None or self._window >= length
@@ -158,7 +161,7 @@ class Flex:
     def prepare_queries(
         self, documents: Documents, queries: Sequence[range], length: int, device: torch.device
     ) -> BlockMask:
-        """Make the block mask for queries at some positions, given in runs; see :func:`queries_block_mask`."""
+        """Make the block mask for queries at some positions (contiguous ranges); see :func:`queries_block_mask`."""
         documents = None if self._of_one else documents
         return queries_block_mask(documents, queries, length, self._window, device, mask=self._mask)
 

@@ -59,7 +59,8 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
 
     Args:
         queries: positions of the queries, as contiguous ranges in ascending order that do not overlap.
-        keys: positions of the keys, as contiguous ranges. A range of queries lies in one of them, or overlaps none.
+        keys: positions of the keys, as contiguous ranges in ascending order. Each range of queries lies in one range of
+            keys, or overlaps none.
 
     Raises:
         ValueError: a range of queries overlaps a range of keys only partly.

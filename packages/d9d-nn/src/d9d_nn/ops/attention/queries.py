@@ -1,8 +1,8 @@
 """Causal attention of queries at some positions to all keys, in rectangles for fused kernels without a mask.
 
-A rectangle is a custom op of torch, which ``torch.compile`` does not split: the kernel is chosen in the call. Code that
-combines rectangles (it weights outputs and adds up gradients) is plain PyTorch outside of the ops, so that a compiled
-block runs it in few passes over memory, together with neighbouring layers.
+Attention in a rectangle is a custom op of torch, which ``torch.compile`` does not split: the kernel is chosen in the
+call. Code that combines rectangles (it weights outputs and adds up gradients) is plain PyTorch outside of the ops, so
+that a compiled block runs it in few passes over memory, together with neighbouring layers.
 
 Shapes: B samples, S positions, Q queries (P of a rectangle, T keys of it), N query heads, K key/value heads, D features
 of a head.

@@ -4,9 +4,9 @@ Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D 
 value head.
 
 The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``, ``mask`` if
-the attention is not causal (:mod:`d9d_core.attention`), and ``value_dim`` if V is not D; a backend refuses
-kinds of masks and windows that it cannot compute. With a soft cap of the scores, the op is
-called ``capped_attention``, and with sinks ``sink_attention``, so that no backend can ignore them. A backend is a
+the attention is not causal (:mod:`d9d_core.attention`), and ``value_dim`` if V is not D; a backend refuses kinds of
+masks and windows that it cannot compute. With a soft cap of the scores, the op is called ``capped_attention``, and with
+sinks ``sink_attention``, so that no backend can ignore the cap or the sinks. A backend is a
 function ``(query, key, value, mask)``, for ``sink_attention`` ``(query, key, value, mask, sinks)``, where ``mask`` is
 ``documents`` as in :func:`attention` or, if the function has an attribute ``prepare``, the return value of ``prepare``;
 see :class:`d9d_nn.ops.attention.slot.AttentionSlot`.

@@ -19,7 +19,11 @@ from d9d_nn.ops.attention.reference import visible
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept what SDPA accepts; chosen automatically only if the reference cannot compute the queries of this rank."""
+    """Accept the signatures that SDPA accepts.
+
+    Chosen automatically only on other devices than CUDA, if ranks hold the queries of some positions: the reference
+    cannot compute these queries alone.
+    """
     decision = sdpa.supports(signature)
     if not decision.accept:
         return decision
