@@ -232,7 +232,7 @@ def test_records_of_plugins_are_listed_checked_and_shown(capsys: pytest.CaptureF
     with pytest.raises(PluginError, match="^no plugin 'x'; loaded: "):
         check_plugins(registry, "x", as_json=True)
     with pytest.raises(PluginError, match="^no plugin is installed; to train, begin with: pip install d9d-engine$"):
-        check_plugins(Registry.of(), None, as_json=True)
+        check_plugins(Registry(), None, as_json=True)
 
 
 def test_clashes_are_reported_for_the_asked_distributions_only() -> None:

@@ -108,6 +108,13 @@ def test_a_narrow_gradient_has_the_dtype_of_the_logits() -> None:
 
 
 TOKENIZER = '{"model": {"vocab": {"a": 0, "b": %d}}, "added_tokens": [{"content": "<e>", "id": %d}]}'
+#: Tokenizers of another structure, which count as absent.
+DAMAGED = (
+    "[]",
+    '{"model": 1}',
+    '{"model": {"vocab": {}}, "added_tokens": [{}]}',
+    '{"model": {"vocab": {}}, "added_tokens": 1}',
+)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +124,7 @@ TOKENIZER = '{"model": {"vocab": {"a": 0, "b": %d}}, "added_tokens": [{"content"
         (TOKENIZER % (2, 1), "'b' is 2 for the teacher, 1 here"),
         ('{"model": {"vocab": {"a": 0, "b": 1}}}', "and lacks '<e>'"),
         ('{"model": {"vocab": [["a", 0.5], ["b", 0.5], ["<e>", 0]]}}', None),
+        *((damaged, "the teacher has 16 token ids, the model 8") for damaged in DAMAGED),
     ],
 )
 def test_padded_matrices_may_differ_where_tokenizers_agree(tmp_path: Path, theirs: str, problem: str | None) -> None:

@@ -87,6 +87,13 @@ def test_values_and_gradients_are_those_of_transformers(options: dict[str, Any],
         assert_equal_within(parameter.grad, gradients[name], 1e-5, name)
 
 
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+def test_a_gated_norm_keeps_the_dtype_of_its_input(norm_before_gate: bool) -> None:
+    norm, x = GatedRMSNorm(12, eps=1e-5, norm_before_gate=norm_before_gate), torch.randn(2, 12).bfloat16()
+    assert norm.weight.dtype == torch.float32
+    assert norm(x, x).dtype == torch.bfloat16
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("norm_before_gate", [False, True])
 def test_a_norm_of_groups_is_that_of_transformers_in_either_order(norm_before_gate: bool) -> None:

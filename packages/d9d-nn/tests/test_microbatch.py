@@ -44,7 +44,7 @@ def test_labels_of_texts_are_none_of_tokens() -> None:
 
 def test_single_texts_are_no_queries_with_texts() -> None:
     task = Embedding(EmbeddingConfig())
-    for samples in (3, 4):
+    for samples in (0, 3, 4):
         with pytest.raises(JobError, match=f"4 rows for {samples} samples"):
             task.first_inputs(microbatch(samples=torch.arange(samples)))
     task.first_inputs(microbatch(samples=torch.arange(2)))

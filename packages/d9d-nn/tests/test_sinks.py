@@ -150,3 +150,24 @@ def test_a_layer_has_a_sink_for_each_query_head_which_tensor_parallelism_splits_
     without.load_state_dict({name: tensor for name, tensor in layer.state_dict().items() if "sinks" not in name})
     torch.testing.assert_close(layer(hidden, rotation, None), without(hidden, rotation, None))
     assert not torch.allclose(out, without(hidden, rotation, None))
+
+
+def test_a_layer_with_an_output_gate_computes_its_sinks_too() -> None:
+    torch.manual_seed(0)
+    sizes = {"query_heads": 4, "key_value_heads": 2, "head_dim": 16, "std": 0.5, "output_std": 0.1}
+    gated = GroupedQueryAttention(32, sinks=True, output_gate=True, **sizes)
+    plain = GroupedQueryAttention(32, sinks=True, **sizes)
+    rows = gated.q_proj.weight.detach().view(4, 2, 16, 32)  # heads, query and gate, features
+    state = {name: tensor for name, tensor in gated.state_dict().items() if name != "q_proj.weight"}
+    plain.load_state_dict(state | {"q_proj.weight": rows[:, 0].reshape(64, 32)})
+    mixed: list[torch.Tensor] = []
+    plain.core.register_forward_hook(lambda _module, _inputs, out: mixed.append(out))
+    rotation, hidden = RotaryEmbedding(16, theta=1e4)(torch.arange(8).unsqueeze(0)), torch.randn(2, 8, 32)
+    plain(hidden, rotation, None)
+    gates = torch.einsum("bsh,ndh->bsnd", hidden, rows[:, 1]).sigmoid()
+    out = gated(hidden, rotation, None)
+    torch.testing.assert_close(out, plain.o_proj((mixed[0] * gates).flatten(2)))
+    out.sum().backward()
+    assert gated.sinks is not None
+    assert gated.sinks.weight.grad is not None
+    assert gated.sinks.weight.grad.all()

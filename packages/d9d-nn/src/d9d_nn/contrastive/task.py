@@ -88,7 +88,7 @@ class Embedding(TextTask):
         """
         check_fields(microbatch, self.config.name, "samples")
         rows, samples = len(microbatch["tokens"]), len(microbatch["samples"])
-        if rows < 2 * samples or rows % samples:
+        if not samples or rows < 2 * samples or rows % samples:
             raise JobError(
                 f"data: task 'embedding' needs a query and its texts per sample, but the dataset gives {rows} rows for "
                 f"{samples} samples; use a dataset of queries with texts"

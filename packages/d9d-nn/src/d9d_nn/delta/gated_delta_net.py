@@ -189,4 +189,4 @@ class GatedRMSNorm(nn.Module):
         gated = x.to(wide) if self.norm_before_gate else x.to(wide) * factor
         groups = torch.unflatten(gated, -1, (-1, self.group_size))
         out = self.weight * functional.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2).to(x.dtype)
-        return (out.to(wide) * factor).to(x.dtype) if self.norm_before_gate else out
+        return (out.to(wide) * factor if self.norm_before_gate else out).to(x.dtype)

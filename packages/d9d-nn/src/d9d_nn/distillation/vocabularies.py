@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,10 @@ def _vocabulary(config: Any) -> dict[str, int] | None:
         return None
     given = Path(location).expanduser()
     try:
-        content = parse_json(read_regular((given if given.is_dir() else given.parent) / _FILE))
-    except (OSError, ValueError):
+        content: Any = parse_json(read_regular((given if given.is_dir() else given.parent) / _FILE))
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # kind Unigram: pairs of a token and its score
+            vocabulary = {pair[0]: number for number, pair in enumerate(vocabulary)}
+        return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):  # another structure is as good as no file
         return None
-    vocabulary = content.get("model", {}).get("vocab") if isinstance(content, Mapping) else None
-    if isinstance(vocabulary, list):  # kind Unigram: pairs of a token and its score
-        vocabulary = {pair[0]: number for number, pair in enumerate(vocabulary)}
-    if not isinstance(vocabulary, Mapping) or not isinstance(content, Mapping):
-        return None
-    added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    return {**vocabulary, **added}
