@@ -77,7 +77,7 @@ def test_the_order_of_packs_depends_on_the_seed() -> None:
     assert tuple(BufferSortedDataset(Sized(list(range(64))), 64, 4)) == tuple(
         BufferSortedDataset(Sized(list(range(64))), 64, 4, seed=0)
     )
-    with pytest.raises(ValueError, match="buffer_size 6 is not a multiple of pack_size 4"):
+    with pytest.raises(ValueError, match="buffer_size 6 is not a positive multiple of pack_size 4"):
         BufferSortedDataset(Sized([1]), 6, 4)
 
 

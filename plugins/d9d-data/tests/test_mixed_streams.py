@@ -102,7 +102,7 @@ def test_parts_have_one_tokenizer_and_the_same_names() -> None:
     with pytest.raises(DataError) as caught:
         mixture(Part(), Part({"texts": ["a", "b"]}))
     assert str(caught.value) == (
-        "data.parts: parts[0] has the texts none with names, and parts[1] has a, b; mix datasets with the same texts"
+        "data.parts: names of the texts in parts[0]: none; in parts[1]: a, b; mix datasets with the same texts"
     )
 
 
@@ -147,8 +147,7 @@ def test_fields_that_a_mixture_decides_are_refused_in_parts() -> None:
     with pytest.raises(DataError) as caught:
         mixed._check_fields(MixturePart.model_construct(data=DocumentsConfig(**given, bucket_window=4)), 1)
     assert str(caught.value) == (
-        "data.parts[1].data.bucket_window: has no effect in a mixture; remove it, and use nothing, since packs are "
-        "formed of all parts"
+        "data.parts[1].data.bucket_window: has no effect in a mixture; remove it, because packs are formed of all parts"
     )
 
 

@@ -246,7 +246,7 @@ def test_facts_are_those_in_common_and_those_of_each_part(opened: Any) -> None:
         ([{"data": text(workers=2)}], r"data\.parts\[0\]\.data\.workers: has no effect in a mixture; .* data\.workers"),
         (
             [{"data": labelled("texts.jsonl")}, {"data": labelled("texts.jsonl", labels=["b", "a"])}],
-            r"parts\[0\] has the classes a, b, and parts\[1\] has b, a; mix datasets with the same classes",
+            r"names of the classes in parts\[0\]: a, b; in parts\[1\]: b, a; mix datasets with the same classes",
         ),
         ([{"data": {**CHAT, "bucket_window": 8}}], r"data\.parts\[0\]\.data\.bucket_window: has no effect"),
     ],

@@ -213,7 +213,7 @@ def test_shown_are_both_sides_by_name(model: Path, stream: Open) -> None:
     "sides", [([{"role": "user", "content": "a"}], "ab"), ("ab", [{"role": "user", "content": "a"}])]
 )
 def test_sides_of_different_kinds_have_no_common_prompt(sides: tuple[Any, Any]) -> None:
-    with pytest.raises(DataError, match="chosen and rejected are two strings or two lists of messages"):
+    with pytest.raises(DataError, match="chosen and rejected must be two strings or two lists of messages"):
         _split(*sides, "file:1")
 
 

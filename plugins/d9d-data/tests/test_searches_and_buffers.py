@@ -120,7 +120,7 @@ def test_items_of_a_buffer_are_sorted_and_an_incomplete_pack_stays_last() -> Non
         with pytest.raises(IndexError, match=f"item {wrong} in a dataset of 7"):
             sorted_items[wrong]
     for sizes in ((4, 0), (0, 2), (5, 2)):
-        with pytest.raises(ValueError, match=f"buffer_size {sizes[0]} is not a multiple of pack_size {sizes[1]}"):
+        with pytest.raises(ValueError, match=f"{sizes[0]} is not a positive multiple of pack_size {sizes[1]}"):
             BufferSortedDataset(dataset, *sizes)
     shuffled = BufferSortedDataset(dataset, 6, 2, 3)
     packs = [[1, 3], [2, 0], [5, 4]]

@@ -172,7 +172,7 @@ def test_a_stream_ends_without_a_message_or_with_an_empty_one() -> None:
 def test_sizes_below_zero_are_refused() -> None:
     table_sizes._check_not_negative(0, 3)
     for sizes in ((-1, 3), (3, -1)):
-        with pytest.raises(ValueError, match="the header of a page has a size that is negative"):
+        with pytest.raises(ValueError, match="a size is negative"):
             table_sizes._check_not_negative(*sizes)
 
 

@@ -214,7 +214,7 @@ class _LateProgress(Progress):
 
 @contextmanager
 def waiting(what: str, shown: bool = True) -> Iterator[None]:
-    """Show an operation without a count inside the block: a line with its seconds, on a terminal, after a second.
+    """Show a line with the seconds that the block has taken so far, on a terminal, after the first second.
 
     Args:
         what: text of the line.

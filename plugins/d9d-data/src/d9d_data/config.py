@@ -49,7 +49,8 @@ class PreparedConfig(PluginConfig):
     held_out: float = Field(default=0.0, ge=0, le=0.5)
     """Fraction of the documents that the train split excludes."""
     shuffle: bool = True
-    """Visit the samples of each epoch in a random order drawn from the seed; false keeps the order of the sources."""
+    """Visit the samples of each epoch in a random order drawn from the seed; false keeps the order of the sources,
+    except that padded samples are sorted by length in windows (``bucket_window``)."""
     workers: int = Field(default=0, ge=0)
     """Processes that build packs ahead; 0 builds them in this process. The packs do not depend on it."""
     preparation_workers: int | None = Field(default=None, ge=0, le=1024)
@@ -208,8 +209,8 @@ class DocumentsConfig(PaddedConfig, CorpusConfig):
     sequence_length: int = Field(ge=1)
     """Largest number of positions of a sample; ``too_long`` treats longer documents."""
     shuffle: bool = True
-    """Visit documents, and packs within a window, in a random order drawn from the seed; false keeps the source
-    order."""
+    """Visit documents, and packs within a window, in a random order drawn from the seed; false keeps the order of the
+    sources, except that each window is sorted by length."""
 
 
 class ModelTextConfig(PaddedConfig):
@@ -226,7 +227,7 @@ class ModelTextConfig(PaddedConfig):
     """Treatment of tool arguments that are JSON strings: ``parse`` as inference servers do, or ``keep`` the strings,
     which most templates quote again."""
     sequence_length: int = Field(ge=1)
-    """Most positions of a sample."""
+    """Largest number of positions of a sample."""
 
 
 #: Roles of messages; the content of a ``function_call`` is a tool call of the assistant as JSON.
@@ -340,7 +341,7 @@ class ChatConfig(ModelTextConfig, PackableConfig):
     """Structured files, as for ``text``; all records have the fields of one format."""
     format: ChatFormatName | ChatFormat | None = None
     """Format of the records: a name, or a mapping that names their fields, such as ``{user: question, assistant:
-    answer}`` or ``{messages: dialogue, role: speaker, content: text}``; by default found by the first record."""
+    answer}`` or ``{messages: dialogue, role: speaker, content: text}``; by default determined by the first record."""
     loss: Literal["assistant", "last_turn", "all"] = "assistant"
     """Tokens to learn: all that the assistant writes, only its last turn, or all tokens of the conversation."""
     packing: Packing = "none"
@@ -362,7 +363,7 @@ class PreferenceConfig(ModelTextConfig):
     """Structured files, as for ``text``; all records have the fields of one format."""
     format: PreferenceFormatName | PreferenceFormat | None = None
     """Format of the records: a name, or a mapping that names their fields, such as ``{user: question, chosen: better,
-    rejected: worse}``; by default found by the first record."""
+    rejected: worse}``; by default determined by the first record."""
     sequence_length: int = Field(ge=1)
     """Largest number of positions of each text of a pair: the prompt and one completion."""
 
@@ -399,7 +400,7 @@ class TokensConfig(PackableConfig, TokenizedConfig):
     """Directory of the tokenizer that made the ids, or its ``tokenizer.json``; by default the pretrained model's. Ids
     outside of its vocabulary are refused."""
     sequence_length: int = Field(ge=1)
-    """Most positions of a sample."""
+    """Largest number of positions of a sample."""
 
     @model_validator(mode="after")
     def _fields_fit_each_other(self) -> Self:
@@ -427,8 +428,8 @@ class LabelledConfig(PaddedConfig, CorpusConfig):
     label: str | None = Field(default=None, min_length=1)
     """Field of the label, by default ``label``; or of the labels of words, by default ``labels`` or ``ner_tags``."""
     labels: tuple[str, ...] | None = Field(default=None, min_length=2)
-    """Names of the classes in the order of their numbers; by default the labels of the data, sorted, or their
-    numbers."""
+    """Names of the classes in the order of their numbers; by default the names in the data, sorted. Labels that are all
+    numbers need no names."""
     sequence_length: int = Field(ge=1)
     """Largest number of positions of a sample; ``too_long`` treats longer texts."""
 

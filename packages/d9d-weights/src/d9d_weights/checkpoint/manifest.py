@@ -35,7 +35,7 @@ def manifest_bytes(
         step: number of optimizer steps done.
         table: for each tensor name, its ``dtype``, ``shape``, and ``pieces`` with ``file``, ``key`` in the file,
             ``offset`` and ``shape``.
-        files: size and checksum of each other file of the checkpoint, by name.
+        files: size and checksum of each file of the checkpoint except the manifest, by name.
         facts: further top-level JSON values of the manifest, by name.
     """
     described = {name: {"bytes": written.bytes, "sha256": written.sha256} for name, written in files.items()}
@@ -48,6 +48,8 @@ def readable_bytes(values: Mapping[str, Any]) -> bytes:
 
     Raises:
         CheckpointError: the values could not be read again.
+        TypeError: a value is not a JSON value.
+        ValueError: a value is NaN or infinite.
     """
     content = json_bytes(values)
     try:
@@ -145,5 +147,5 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def are_losses(values: Any) -> bool:
-    """Whether a value is a mapping from series names to finite numbers."""
+    """Whether a value is a mapping from series names to finite floats."""
     return isinstance(values, dict) and all(type(value) is float and math.isfinite(value) for value in values.values())

@@ -102,7 +102,7 @@ class Average(_Part):
 
 
 class ManifestModel(_Part):
-    """Pydantic model of the contents of ``manifest.json``, whose checksum the reader verifies before."""
+    """Pydantic model of the contents of ``manifest.json``, whose checksum the reader verifies first."""
 
     format: Literal["d9d-checkpoint"]
     version: Literal[2]

@@ -28,7 +28,7 @@ def steps_in(storage: DirectoryStore) -> list[int]:
 
 
 def strays_in(storage: DirectoryStore) -> list[str]:
-    """Names in the directory that start like a checkpoint's, but are no checkpoints, nor ones that were set aside."""
+    """Names that start like the names of checkpoints, but belong neither to a checkpoint nor to a set-aside one."""
     return sorted(
         name
         for name in storage.names()

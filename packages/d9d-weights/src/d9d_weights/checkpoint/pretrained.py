@@ -93,7 +93,7 @@ def open_source(
 
 
 def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
-    """State graph from a job's pretrained weights to its model; without ``model.pretrained``, from model to export.
+    """State graph from a job's pretrained weights to its model; if the job loads none, from its model to an export.
 
     Raises:
         CheckpointError: the weights do not fit, or the model has no Hugging Face format.

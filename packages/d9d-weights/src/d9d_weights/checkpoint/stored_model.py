@@ -39,7 +39,8 @@ def merger_of(tensors: CheckpointTensors, registry: Registry) -> Mapper:
     """Mapper that merges the adapter of a checkpoint's fine-tuning method into the stored model.
 
     Raises:
-        CheckpointError: the checkpoint lacks frozen weights, or the method can merge only in memory.
+        CheckpointError: the checkpoint lacks frozen weights or valid settings of its method, or the method can merge
+            only in memory.
     """
     fields = job_of(tensors).get("peft")
     if tensors.manifest.get("left_out"):

@@ -33,7 +33,8 @@ class CheckpointTensors:
     Args:
         location: a checkpoint's directory, a directory of checkpoints, or a run's directory; of several checkpoints,
             the newest complete one is read.
-        scope: prefix of the names of the tensors to read; it is removed from their names.
+        scope: prefix of the names of the tensors to read; it is removed from their names. With ``model/``, :meth:`read`
+            returns evaluation weights (such as averages) if the checkpoint has them.
 
     Attributes:
         specs: shape and dtype of each tensor, by name.
@@ -66,7 +67,7 @@ class CheckpointTensors:
         self._lock = threading.Lock()
 
     def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
-        """Fill ``into`` with the window of its shape at ``offset``, converted to its dtype.
+        """Fill ``into`` with the window at ``offset`` of the shape of ``into``, converted to the dtype of ``into``.
 
         Raises:
             CheckpointError: the checkpoint is damaged.

@@ -43,7 +43,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename a synced file or directory within its directory, and sync the directory. A file may replace a file."""
+    """Rename a synced file or directory within its parent, and sync the parent. A file may replace a file."""
     _rename(source, target)
     sync(target.parent)
 
@@ -108,7 +108,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def create(path: Path, content: bytes) -> None:
-    """Write a private file: an existing file or link of its name is removed, so that no link is followed."""
+    """Write a new file: an existing file or link of its name is removed first, so that no link is followed."""
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
         file.write(content)
@@ -141,7 +141,7 @@ def replace(target: Path, new: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Clean up after a killed process: restore the directories it was replacing, and remove its incomplete writes."""
+    """Clean up after a killed process: restore directories that it was replacing, remove its drafts and probe files."""
     for old in directory.glob(f".*{_OLD}"):
         target = directory / old.name[1 : -len(_OLD)]
         if not target.exists():

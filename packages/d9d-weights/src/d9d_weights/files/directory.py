@@ -65,7 +65,7 @@ class Draft(Protocol):
             save: function that receives the directory.
 
         Returns:
-            Names of all files and directories at the top of the draft.
+            Names of the files and directories at the top of the draft that ``save`` wrote, or of all at the top.
         """
 
     def publish(self, last: Mapping[str, bytes]) -> None:
@@ -83,7 +83,7 @@ class DirectoryStore(Protocol):
     """Store of named directories, each complete or absent."""
 
     def prepare(self) -> str:
-        """Create the store, and write an empty file with a random name, which shows that the store can be written.
+        """Create the store, and write a file with a random name, which shows that the store can be written.
 
         Called by one rank. Each other rank looks for the file, so that a directory of its own is noticed.
 
@@ -111,7 +111,7 @@ class DirectoryStore(Protocol):
         """Sorted names of absent directories whose writer was killed; :meth:`owned` or the next draft removes them."""
 
     def names(self) -> list[str]:
-        """Names of the directories in the store, without directories that were set aside."""
+        """Names of the directories in the store; in a local store, also of temporary and set-aside directories."""
 
     def location(self, name: str) -> str:
         """Path or address of a directory of the store."""

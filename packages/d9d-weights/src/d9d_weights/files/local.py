@@ -176,7 +176,7 @@ class LocalStore:
         return self._unfinished
 
     def names(self) -> list[str]:
-        """Names of the directories in the store, without directories that were set aside."""
+        """Names of the directories in the store, including temporary directories and directories set aside."""
         if not self.directory.is_dir():
             return []
         return [path.name for path in self.directory.iterdir() if path.is_dir()]

@@ -89,12 +89,12 @@ class RemoteFile:
 
 
 class RemoteDraft:
-    """Remote draft of a directory at an fsspec address: the directory does not exist until its last file is written.
+    """Remote draft of a directory at an fsspec address: the directory counts as absent until its last file is written.
 
     Args:
         files: fsspec file system.
         root: path of the directory within the file system.
-        failures: context that converts exceptions of the file system.
+        failures: function that returns a context, which converts exceptions of the file system.
         earlier: function that selects the files of an earlier version from the existing names; :meth:`start` and
             :meth:`discard` remove them in the returned order. ``None`` removes the whole directory.
         positioned: whether :meth:`create` yields seekable files, which are first written to a temporary local
@@ -225,7 +225,7 @@ class RemoteStore:
         return self.url
 
     def path(self, *parts: str) -> str:
-        """Path of a directory of the store within the fsspec file system."""
+        """Path of the store, or of a directory or file in it, within the fsspec file system."""
         return "/".join((self._root.rstrip("/"), *parts))
 
     def prepare(self) -> str:
@@ -271,7 +271,7 @@ class RemoteStore:
         """Check that no other process has taken over the store.
 
         Raises:
-            CheckpointError: another process has taken over the store.
+            CheckpointError: another process has taken over the store, or the file that names the owner is gone.
         """
         if self._me is None:
             return

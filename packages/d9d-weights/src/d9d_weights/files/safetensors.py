@@ -79,7 +79,7 @@ def write_tensors(
         tell: called with the bytes written so far, and with the size of the file.
 
     Raises:
-        CheckpointError: the format does not support a dtype.
+        CheckpointError: the format does not support a dtype, or reserves a name.
     """
     # Widest dtype first, so that every entry is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))

@@ -156,7 +156,7 @@ class Parallel(Mapper):
         effects = {id(mapper): mapper.apply(scope) for mapper in self.mappers if not mapper.rest()}
         if greedy:  # this mapper takes all values that the other mappers leave
             if len(greedy) > 1:
-                scope.complain("two neighbours take all remaining tensors; only one may")
+                scope.complain("two parallel mappers take all remaining tensors; only one may")
             taken = {name for effect in effects.values() for name in effect.taken}
             left = {name: value for name, value in scope.values.items() if name not in taken}
             effects[id(greedy[0])] = greedy[0].apply(scope.over(left))
@@ -230,7 +230,7 @@ def _add(together: Effect, effect: Effect, scope: Scope) -> None:
     for name, mapper in effect.taken.items():
         if name in together.taken:
             scope.complain(f"'{scope.path}{name}' is taken twice, by {together.taken[name]} and {mapper}; use Share")
-    check_new(effect.made, together.made, scope, "a neighbour")
+    check_new(effect.made, together.made, scope, "a parallel mapper")
     together.taken |= effect.taken
     together.made |= effect.made
     together.fresh |= effect.fresh

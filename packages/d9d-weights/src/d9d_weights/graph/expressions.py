@@ -28,7 +28,7 @@ class TensorSource(Protocol):
     """Source from which tensors are read by windows."""
 
     def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
-        """Fill ``into`` with the window of its shape at ``offset``, converted to its dtype."""
+        """Fill ``into`` with the window at ``offset`` of the shape of ``into``, converted to the dtype of ``into``."""
         ...
 
 
@@ -48,7 +48,7 @@ class Value(ABC):
 
     @abstractmethod
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
-        """Fill ``into`` with the window of its shape at ``offset``, from windows of the source."""
+        """Fill ``into`` with the window at ``offset`` of the shape of ``into``, from windows of the source."""
 
     @abstractmethod
     def text(self) -> str:

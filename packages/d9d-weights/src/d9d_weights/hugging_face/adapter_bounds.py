@@ -93,7 +93,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "rank_pattern": _are_patterns(_is_rank),
     "alpha_pattern": _are_patterns(_is_number),
 }
-#: Fields without effect here: the first have none with any value, the second only with peft's default value.
+#: Fields without effect here: ``_DROPPED`` with any value, ``_UNUSED`` only with peft's default value.
 _DROPPED = frozenset({"auto_mapping"})  # it names classes of the model, which is already known
 _UNUSED = {"megatron_core": "megatron.core", "qalora_group_size": 16}
 
@@ -106,7 +106,7 @@ def bounded_fields(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: name of the file in messages.
 
     Raises:
-        CheckpointError: a field is unknown and not empty, or its value is out of bounds.
+        CheckpointError: a field is unknown and not empty, a value is out of bounds, or ``peft_type`` is absent.
     """
     found = {}
     for field, value in values.items():

@@ -50,7 +50,8 @@ def check_adapter_config(
         compared: names of the fields that the caller compares with its own config.
 
     Raises:
-        CheckpointError: an unknown field is set, or the config excludes a module that the adapter has tensors for.
+        CheckpointError: an unknown field is set, layers are found by another name than ``layers``, or the config
+            excludes a module that the adapter has tensors for.
     """
     read = _UNREAD | _MODULES | set(compared)
     unknown = {
@@ -71,8 +72,8 @@ def module_values(
 ) -> dict[str, float]:
     """Rank or alpha of each module, by ``rank_pattern`` or ``alpha_pattern``, as the ``peft`` library finds it.
 
-    The first key of the pattern wins that, as a regular expression, matches the module's whole name or its end after a
-    dot.
+    A module gets the value of the first key that, as a regular expression, matches the module's whole name or the end
+    of its name after a dot.
 
     Args:
         config_json: contents of ``adapter_config.json``.
@@ -81,8 +82,8 @@ def module_values(
         default: value of the modules that no key matches.
 
     Raises:
-        CheckpointError: the field's value is no mapping from expressions to numbers, or contains expressions that are
-            malformed or slow to match.
+        CheckpointError: the field's value is no mapping from expressions to numbers, or contains too many expressions,
+            or expressions that are malformed or slow to match.
     """
     values = config_json.get(field) or {}
     if not isinstance(values, dict) or not all(type(value) in (int, float) for value in values.values()):

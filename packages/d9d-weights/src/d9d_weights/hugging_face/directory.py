@@ -85,7 +85,7 @@ class ModelDirectory:
             weights: whether to open the weight files; without them the directory has no tensors.
 
         Raises:
-            CheckpointError: the location is not a model, is damaged, or has pickle files.
+            CheckpointError: the location is not a model, is damaged, or has its weights in pickle files.
         """
         directory, file = _split(location)
         resources = ExitStack()
@@ -132,7 +132,7 @@ class ModelDirectory:
         """Read a file at the top of the directory.
 
         Raises:
-            CheckpointError: the file does not exist.
+            CheckpointError: the name is not a plain file name, or the file cannot be read.
         """
         if not is_plain_name(name):
             raise CheckpointError(

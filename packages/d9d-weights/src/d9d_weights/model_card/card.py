@@ -32,7 +32,7 @@ class ModelCard:
         trained: number of trained parameters, adapters included; ``None`` if unknown.
         data: facts of the data stream; ``None`` if unknown.
         step: number of optimizer steps done.
-        chosen: reason why these weights of the run were exported; ``None`` for the last step's.
+        chosen: reason why these weights of the run were exported; ``None`` for the weights of the last step.
         tokens: tokens (or samples) consumed; ``None`` if unknown.
         losses: last logged value of each loss or evaluation series.
         versions: versions of the packages that trained the model, by package.
@@ -124,7 +124,10 @@ def _of(job: Mapping[str, Any], section: str, name: str) -> str:
 
 
 def fact_rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield name and text of each fact of a data stream; nested facts are named by their mapping or its number, too."""
+    """Yield name and text of each fact of a data stream.
+
+    The name of a nested fact begins with the name of its mapping, or of the list and the mapping's number in it.
+    """
     for name, value in facts.items():
         words = f"{prefix}{name.replace('_', ' ')}"
         if isinstance(value, Mapping):

@@ -58,7 +58,7 @@ def without_paths(value: Any) -> Any:
 
 
 def last_component(text: str) -> str:
-    """Cut a path or address to its last component. Other long texts with a slash are replaced by their length."""
+    """Cut a path or address to its last component; replace a template or sentence that has a slash by its length."""
     is_address = "://" in text
     if not is_address and "/" not in text and not _WINDOWS.match(text):
         return text

@@ -21,7 +21,7 @@ def card_of(
     published: Mapping[str, TensorSpec],
     note: Callable[[str], None],
 ) -> ModelCard:
-    """Model card of a checkpoint. The card has all fields of the job, but no facts about the data.
+    """Model card of a checkpoint. The card lists all fields of the job, also defaults, but no facts about the data.
 
     Args:
         tensors: tensors of the checkpoint.

@@ -61,7 +61,10 @@ def on_main(
 
 
 def reason(error: BaseException) -> str:
-    """Text of an error in one line: with its type unless d9d raised it, and with its rank if torch collected it."""
+    """Text of an error in one line, with its type except for CheckpointErrors and OSErrors.
+
+    Errors of several ranks that torch collected in one error are listed with their ranks.
+    """
     if (failures := collected_failures(error)) is not None:
         return _joined(_ranked(failure, rank) for rank, failure in sorted(failures.items()))
     text = " ".join(str(error).split())

@@ -38,7 +38,8 @@ class StageHolders:
         """Check that this rank holds the tensors that it must send.
 
         Raises:
-            CheckpointError: a tensor of the model has no holder, or this rank lacks a tensor assigned to it.
+            CheckpointError: a tensor of the model has no holder, or this rank lacks a tensor assigned to it or holds it
+                with another shape or dtype.
         """
         rank = dist.get_rank(self.group)
         problems = [f"no rank holds '{name}'" for name in self.specs if name not in self.holders]

@@ -62,7 +62,7 @@ def push_state(asked: Push, agreed: Callable[[], bool]) -> str | None:
 
     Args:
         asked: request.
-        agreed: asks for consent, after the files were listed.
+        agreed: function that asks for consent; called after the files were listed.
 
     Returns:
         Address of the commit; ``None`` without consent.

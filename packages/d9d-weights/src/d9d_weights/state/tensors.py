@@ -98,7 +98,7 @@ class Conversion:
 
     Attributes:
         source: model directory or checkpoint.
-        target: directory to write.
+        target: directory or fsspec address to write.
         dtype: dtype of floating-point tensors; ``None`` keeps their dtypes.
         shard_bytes: maximum bytes of a weight file.
         threads: number of threads that read.

@@ -15,14 +15,15 @@ from d9d_data.chat.variants import with_name
 def check_complete(conversation: Conversation, template: ChatTemplate, text: str, word: str) -> None:
     """Check that a chat template is complete: it renders every content, every tool call and the tools.
 
-    The function puts a unique marker into each of these texts, and all markers must appear in the rendering. Reasoning
-    is not checked, because templates leave out the reasoning of earlier turns on purpose.
+    The function puts a unique marker into each content and into the name of each tool call and tool, and all markers
+    must appear in the rendering. If the template refuses the markers, the texts themselves must appear in ``text``.
+    Reasoning is not checked, because templates leave out the reasoning of earlier turns on purpose.
 
     Args:
         conversation: conversation to check.
         template: chat template of the model.
         text: the rendering of the conversation.
-        word: marker that occurs neither in the conversation nor in its rendering.
+        word: beginning of all markers; it occurs neither in the conversation nor in its rendering.
 
     Raises:
         DataError: the template leaves something out, or renders a list of text parts as a Python list.

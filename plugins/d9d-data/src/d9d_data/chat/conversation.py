@@ -165,7 +165,7 @@ def messages_in(
         keys: keys of the messages of a list, and names of their roles.
 
     Raises:
-        DataError: a message is malformed.
+        DataError: the value is neither a string nor a list of messages, the list is empty, or a message is malformed.
     """
     if isinstance(value, str):
         return (_message({"role": role, "content": value}, where, KEYS),)
@@ -176,7 +176,7 @@ def messages_of(value: object, where: str, arguments: ToolArguments, keys: Messa
     """Messages of a list; the list may be a string of JSON, as in a CSV file. See :func:`messages_in`.
 
     Raises:
-        DataError: the value is no list of messages, or a message is malformed.
+        DataError: the value is no list of messages, the list is empty, or a message is malformed.
     """
     value = list_in(value, where)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):

@@ -155,7 +155,7 @@ def _weights(conversation: Conversation, first: int, spans: int) -> list[float]:
     """Loss weight of each character span that the assistant writes.
 
     Raises:
-        DataError: messages have weights, but the spans do not correspond to messages one to one.
+        DataError: a weight is not 1, and all tokens are learned or the spans do not match the replies one to one.
     """
     own = [float(message.get("weight", 1)) for message in conversation.messages]
     if all(weight == 1 for weight in own):

@@ -24,8 +24,8 @@ from d9d_data.tokenizer.base import TextTokenizer
 class ChatEncoder:
     """Encoder of chat records: renders conversations with a template and gives loss weight to the replies.
 
-    The encoder counts conversations as dropped if they are left out because they are too long, or if truncation removes
-    all tokens to train on.
+    The encoder counts a conversation as dropped if it is left out because it is too long, or if it has no token to
+    train on after truncation.
 
     Args:
         tokenizer: text tokenizer of the model.

@@ -71,7 +71,7 @@ PREFERENCE_FORMATS: Mapping[str, tuple[PreferenceFormat, ...]] = {
         PreferenceFormat(role="from", content="value", roles=_SHAREGPT),
     ),
 }
-#: Formats found without a printed note: their messages have the keys and roles that chat templates use.
+#: Formats found without a printed note: most of their variants have the keys and roles that chat templates use.
 SILENT = ("messages", "prompt", "dialogues")
 #: Name of a format whose fields the job file names.
 MAPPED = "mapped fields"
@@ -249,7 +249,7 @@ def user_messages(
     """Messages of the field ``user``: a text with its context, or a list of messages.
 
     Raises:
-        DataError: a text is malformed, or empty.
+        DataError: a text or message is malformed or empty, or a context follows a list of messages.
     """
     assert fields.user is not None
     asked = value_in(values, fields.user)
@@ -318,7 +318,7 @@ def _variants(values: Mapping[str, Any], name: str, variants: Iterable[F]) -> It
 
 
 def _first_message(value: object) -> Mapping[str, Any]:
-    """First message of a list, which may be a string of JSON; empty if there is none."""
+    """First message of a list, which may be a string of JSON, or a single message itself; empty if there is none."""
     try:
         value = list_in(value, "")
     except DataError:

@@ -217,16 +217,17 @@ class _Probe:
     def _place(
         self, index: int, put: Put, messages: Sequence[Message] = (), rendered: tuple[str, bool] | None = None
     ) -> int | None:
-        """Position in a rendering where the text of a message ends, or the name of its last tool call.
+        """Position in a rendering of a marker, put into a message's text or else into the name of its last tool call.
 
         Args:
             index: index of the message.
-            put: function that puts the marker into the text.
+            put: function that puts the marker into the text, for example at its end.
             messages: messages to render; the whole conversation if empty.
             rendered: rendering of these messages without the marker, and whether it ends with the generation prompt.
 
         Returns:
-            The position; None if the marker does not appear in the rendering, or changes the text around it.
+            The position; None if the message has neither text nor tool calls, or if the marker does not appear in the
+            rendering or changes the text around it.
         """
         messages = messages or self._conversation.messages
         text, prompt = rendered or (self.text, False)
@@ -243,7 +244,7 @@ class _Probe:
         return probed.index(self.word)
 
     def _place_of_content(self, index: int) -> int | None:
-        """Position where the content of a message begins, or would begin if the content is empty."""
+        """Position where the content of a message begins, or would begin if the content is empty; None if unknown."""
         message = self._conversation.messages[index]
         if text_of(message).strip():
             places = (self._place(index, put) for put in PUT_FIRST)

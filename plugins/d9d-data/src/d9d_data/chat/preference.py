@@ -69,8 +69,8 @@ def read_pair(
 ) -> Pair:
     """Preference pair of a record.
 
-    Without a prompt, or if both sides begin with a message that is not the assistant's, the sides are whole
-    conversations or texts, and their common prefix is the prompt.
+    If the format has no field for the prompt, or if the prompt is a string and both sides are lists whose first message
+    is not the assistant's, the sides are whole conversations or texts, and their common prefix is the prompt.
 
     Args:
         record: values by field.
@@ -79,7 +79,8 @@ def read_pair(
         arguments: treatment of tool arguments that are JSON strings.
 
     Raises:
-        DataError: a field is missing, both sides are equal, or a message is malformed.
+        DataError: a field is missing, both sides are equal, a message is malformed, or whole conversations or texts
+            have no common prefix.
     """
     check_fields(record, fields, PREFERENCE_FORMATS, where)
     chosen, rejected = value_in(record, fields.chosen), value_in(record, fields.rejected)
@@ -96,7 +97,7 @@ def read_pair(
 
 
 def _prompt(record: Mapping[str, Any], fields: PreferenceFormat, where: str, arguments: ToolArguments) -> Any:
-    """Prompt of a record: a string, a list of messages, or ``None`` if both sides begin with it."""
+    """Prompt of a record: a string or a list of messages; ``None`` if the format has no field for it."""
     system = system_message(record, fields, where)
     if fields.user is not None:
         return [*system, *alone(user_messages(record, fields, where, arguments), system, where, fields, fields.user)]
@@ -136,12 +137,13 @@ def _split(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
         size = next((place for place in range(most) if chosen[place] != rejected[place]), max(0, most))
     else:
         raise DataError(
-            f"{where}: without a prompt, chosen and rejected are two strings or two lists of messages; write {_SHAPE}"
+            f"{where}: without a prompt, chosen and rejected must be two strings or two lists of messages; write "
+            f"{_SHAPE}"
         )
     if not size:
         raise DataError(
-            f"{where} has no field 'prompt', and chosen and rejected have no common beginning to use as the prompt; "
-            f"write records such as {_SHAPE}"
+            f"{where}: chosen and rejected are whole conversations or texts, but have no common beginning to use as "
+            f"the prompt; write records such as {_SHAPE}"
         )
     return chosen[:size], chosen[size:], rejected[size:]
 

@@ -156,7 +156,8 @@ class ChatTemplate:
             where: name of the record in error messages.
 
         Raises:
-            DataError: the template refuses the messages, fails, or exceeds its limits.
+            DataError: the template refuses the messages, fails, exceeds its limits, or has a generation block whose
+                position is unknown; or there is no template named ``default``.
         """
         key = self._choose(tools)
         variables = {

@@ -80,7 +80,7 @@ def file_digests(directory: Path) -> dict[str, str]:
     """SHA-256 of each file, by name, from the manifest of a cached directory.
 
     Raises:
-        OSError: the manifest cannot be read.
+        OSError: the manifest cannot be read, or a file that it names is missing.
         ValueError: the manifest is malformed, or names a path outside the directory.
     """
     return {name: written.sha256 for name, written in _read_manifest(directory).items()}
@@ -176,7 +176,7 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
 
 
 def _sweep(root: Path) -> None:
-    """Remove temporary directories that have not changed for a day, since their processes were killed."""
+    """Remove temporary directories that have not changed for a day: their processes were most likely killed."""
     abandoned = list(root.glob("*.tmp-*"))
     if not abandoned:
         return

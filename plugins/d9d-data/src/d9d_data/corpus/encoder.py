@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Well-formed record that is left out: it is too long, or truncation leaves no token to learn.
+    """Well-formed record that is left out: it is too long, or has no token to learn after truncation.
 
     Attributes:
         longest: number of tokens of the record's longest text.
@@ -68,7 +68,7 @@ class Encoded:
         columns: values per token, by the names of the encoder's columns; for each document [tokens].
         characters: approximate number of bytes read for these documents, to show progress.
         tally: counts of the records of this batch, including records left out since the last batch.
-        lost: number of tokens that each document lost to truncation; empty if no document lost tokens.
+        lost: number of tokens that each document lost to truncation; may be empty if no document lost tokens.
         labels: labels found so far by this call of :meth:`Encoder.encode`; the column ``labels`` has their indices.
     """
 
@@ -116,7 +116,7 @@ class Encoder(Protocol):
             reject: called for each malformed record.
 
         Raises:
-            DataError: a file cannot be read.
+            DataError: a file cannot be read, or a record is too long under ``too_long: error``.
         """
         ...
 
@@ -179,6 +179,9 @@ def encode_samples(
         reject: called for each malformed record.
         encode: function that makes a sample of a record, or a ``Dropped`` for a well-formed record to leave out; for a
             malformed record it raises a DataError that begins with file and line of the record.
+
+    Raises:
+        DataError: a file cannot be read, or a record is too long under ``too_long: error``.
     """
     samples: list[Sample] = []
     tally = Tally()

@@ -25,7 +25,7 @@ from d9d_data.config import (
 )
 from d9d_data.corpus.fit import DOCUMENTS, Limit, Words
 
-#: Encoders by name, imported on first use: some import Jinja, which plain texts do not need.
+#: Encoders by name, imported on first use, because a dataset needs only one of them.
 ENCODERS = {
     "text": Ref("d9d_data.corpus.encoder:TextEncoder"),
     "chat": Ref("d9d_data.chat.encoder:ChatEncoder"),

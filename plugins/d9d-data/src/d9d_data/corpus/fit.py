@@ -1,7 +1,7 @@
 """Fit of records into samples: the treatment of records that are too long, and counts of lost tokens and records.
 
-All datasets over a corpus count lost tokens and records by this module, in the encoder or in the stream that truncates
-documents. The facts of the stream and a line at each start state the counts.
+All datasets over a corpus count lost tokens and records with this module, in the encoder or in the stream that
+truncates documents. The facts of the stream and a line at each start state the counts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Tally:
     """Counts of how records fit the token limit; malformed records are not counted.
 
     Attributes:
-        records: number of samples and of records left out.
+        records: number of records, including dropped records.
         longest: number of tokens of the longest text of a record, before truncation.
         cut: number of records that lost tokens.
         incomplete: number of records that lost tokens to learn.
@@ -173,7 +173,7 @@ def readings(tally: Tally, words: Words, special_tokens: Literal["text", "token"
 
 
 def stops(tally: Tally, words: Words) -> str:
-    """Line about the special tokens that end the learned text of records; a warning if no learned text ends so."""
+    """Line about the special tokens that end the learned text of records; a warning if no learned text has one."""
     samples = tally.records - tally.dropped
     found = f"stop token learned in {tally.stopped:,} of {samples:,} {words.plural}"
     if not tally.stopped:

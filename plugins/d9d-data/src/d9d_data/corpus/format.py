@@ -21,7 +21,7 @@ _LOOKED_AT = 1000
 
 
 def with_format(config: C, files: Sequence[SourceFile], note: Callable[[str], None]) -> C:
-    """Dataset config with the format of its records: as named, or else found by the first record.
+    """Dataset config with the format of its records: as named in the config, or else determined by the first record.
 
     Args:
         config: config of a dataset.
@@ -29,7 +29,8 @@ def with_format(config: C, files: Sequence[SourceFile], note: Callable[[str], No
         note: called with a line about a format that was found.
 
     Raises:
-        DataError: the first record has no known format, several formats, or another than the named one.
+        DataError: with ``malformed: error``, the first record has no known format, several formats, or another format
+            than the named one.
     """
     if isinstance(config, TokensConfig):
         decided = (config.labels, config.mask) != (None, None)

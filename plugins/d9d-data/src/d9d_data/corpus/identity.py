@@ -1,8 +1,8 @@
 """Identity of a corpus: equal identities mean equal documents, so that prepared data can be used again.
 
-Corpora up to :data:`SMALL_CORPUS` bytes are hashed as a whole. For larger corpora, the identity of a file is its size,
-modification time and a sample of its bytes: a start then reads little, but a copy of the files with other modification
-times is prepared again.
+Corpora up to :data:`SMALL_CORPUS` bytes, and all corpora with ``digest: full``, are hashed as a whole. In other
+corpora, the identity of a file larger than a sample is its size, its modification time and a sample of its bytes: a
+start then reads little, but a copy of the files with other modification times is prepared again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _encoding(config: PreparedConfig) -> dict[str, Any]:
     if isinstance(config, TokenizedConfig):
         records = {encoding.encoder: encoding.settings} if encoding.settings else {}
         return {"tokenizer": tokenizer, "end_of_text": end, **records}
-    from d9d_data.chat.template import ChatTemplate  # brings Jinja, which texts never need
+    from d9d_data.chat.template import ChatTemplate  # imported here, because texts need no chat template
 
     assert isinstance(config, ModelTextConfig)
     assert isinstance(choice, str)

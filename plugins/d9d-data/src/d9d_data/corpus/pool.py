@@ -109,7 +109,7 @@ def _tokenise(process: subprocess.Popen[str], shard: Shard, advance: Callable[[i
             return
     raise TrainingError(
         f"data.preparation_workers: a tokenising process died (exit status {process.wait()}); if memory ran out, use "
-        "fewer; finished shards are kept, and 'data.preparation_workers: 0' tokenises in this process"
+        "fewer processes; finished shards are kept, and 'data.preparation_workers: 0' tokenises in this process"
     )
 
 

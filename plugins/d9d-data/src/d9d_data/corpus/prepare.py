@@ -74,7 +74,7 @@ class Corpus:
         tokenizer: description of the tokenizer for messages.
         unigram_entropy: entropy in nats per token of the train split's token frequencies: the loss of a model that
             knows only the frequencies.
-        digest: identifier of tokens and boundaries.
+        digest: identifier of tokens, boundaries, and values per token such as weights and labels.
         assets: directory with the tokenizer's files; ``None`` if they are the pretrained model's, which an export
             copies anyway.
         skipped: number of malformed records left out, over both splits.
@@ -92,8 +92,8 @@ class Corpus:
         limit: token limit of a document, applied by the stream; ``None`` if the stream reads whole documents.
         ends: treatment of document ends.
         predicts: whether a stream gives targets; otherwise it gives only inputs.
-        stop_token_ids: special tokens at the end of the learned text, the most frequent first, if not all tokens are
-            learned.
+        stop_token_ids: ids of the special tokens with which the learned text of records ends, the most frequent first;
+            empty for plain texts.
         scales: float32 [N], loss weight of each learned token, memory-mapped; ``None`` if all weights are 1.
     """
 

@@ -3,7 +3,7 @@
 A directory is complete or absent, so a restarted process continues with the shards that a killed process had not
 finished.
 
-Layout of a shard's directory: ``tokens.npy`` (uint16 or uint32 [N], every document followed by its end-of-text token),
+Layout of a shard's directory: ``tokens.npy`` (uint16 or uint32 [N], token ids of all documents, concatenated),
 ``lengths.npy`` (int64 [D], number of tokens of each document), ``lost.npy`` (int64 [D], number of tokens that each
 document lost to truncation), ``facts.json``, and a file for each of the encoder's columns, such as ``weights.npy``
 (bool [N]).
@@ -42,7 +42,7 @@ class FinishedShard:
         lost: int64 [D], number of tokens that each document lost to truncation.
         columns: values per token by column, [N] each.
         tally: counts of the shard's records.
-        facts: counts of malformed records, and the list of labels.
+        facts: contents of ``facts.json``, such as the number of malformed records and the list of labels.
     """
 
     tokens: npt.NDArray[Any]
@@ -83,8 +83,7 @@ def write_shard(
         advance: called with the approximate number of bytes read since the last call.
 
     Raises:
-        DataError: a file cannot be read, or a document is malformed.
-        OSError: the directory cannot be written.
+        DataError: a file cannot be read, a record is malformed, or the directory cannot be written.
     """
 
     def build(directory: Path) -> None:

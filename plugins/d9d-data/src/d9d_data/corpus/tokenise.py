@@ -1,7 +1,7 @@
 """Tokenisation of a corpus to token files.
 
 Layout of the directory: ``facts.json``, ``tokenizer/``, and for each split ``<split>.tokens.npy`` (uint16 or uint32
-[N], every text followed by its end-of-text token), ``<split>.starts.npy`` (int64 [D + 1], index of each document's
+[N], token ids of all documents, concatenated), ``<split>.starts.npy`` (int64 [D + 1], index of each document's
 first token, then N) and a file for each of the encoder's columns, such as ``<split>.weights.npy`` (bool [N]). There is
 a file of ``scales`` only if some loss weight is not 1, and ``<split>.lost.npy`` (int64 [D], number of tokens that each
 document lost to truncation) only if some document lost tokens.
@@ -55,11 +55,12 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
         directory: directory of the result.
 
     Returns:
-        The facts: ``vocab_size``, a description of the ``tokenizer``, ``unigram_entropy`` of the train split in nats
-        per token, the number of ``skipped`` malformed records and the problem of the first malformed record.
+        Contents of ``facts.json``, among them ``vocab_size``, a description of the ``tokenizer``, ``unigram_entropy``
+        of the train split in nats per token, and the number of ``skipped`` malformed records.
 
     Raises:
-        DataError: a file cannot be read, the tokenizer is invalid, there is no text, or a split has no document.
+        DataError: a file cannot be read, a record is malformed, the tokenizer is invalid, there is no text, or a split
+            has no document.
         TrainingError: a worker process died.
     """
     _train_tokenizer(config, shards, work)
@@ -91,7 +92,7 @@ def _silent(_text: str) -> None:
 
 
 def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject) -> Iterator[str]:
-    """Yield the documents of the train split."""
+    """Yield the texts that are not held out, by their indices among all texts that are not empty."""
     index = 0
     for shard in shards:
         for piece in shard.pieces:
@@ -103,7 +104,7 @@ def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject) ->
 
 
 def _set_aside(indices: npt.NDArray[np.int64], held_out: float) -> npt.NDArray[np.bool_]:
-    """Whether each document is held out: one of every 1 / held_out, by its index among the documents with text."""
+    """Whether each sample is held out: one of every 1 / held_out, by its index among the samples that are kept."""
     aside: npt.NDArray[np.bool_] = np.floor((indices + 1) * held_out) > np.floor(indices * held_out)
     return aside
 

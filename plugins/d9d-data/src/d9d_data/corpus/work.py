@@ -17,7 +17,7 @@ _LOCK = "lock"
 
 @contextmanager
 def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]) -> Iterator[Path]:
-    """Work directory of a corpus: finished shards of ``root/key``, locked by one process of this machine at a time.
+    """Work directory of a corpus: finished shards of ``root/key``, locked by one process at a time.
 
     On file systems without locks, each process has its own directory, and the work of a killed process is lost.
 
@@ -56,7 +56,10 @@ def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]
 
 
 def _hold(directory: Path, note: Callable[[str], None]) -> tuple[Path, int | None]:
-    """Make a directory and lock it; return it and the file descriptor of the lock."""
+    """Make a directory and lock it; return it and the file descriptor of the lock.
+
+    On a file system without locks, make and return a directory that only this process uses, and ``None``.
+    """
     file = directory / _LOCK
     while True:
         directory.mkdir(exist_ok=True)

@@ -105,7 +105,7 @@ def decode_shard(line: str) -> Shard:
 
 
 def serve(lines: TextIO, answers: TextIO) -> None:
-    """Serve as a worker process: tokenise shards until ``lines`` ends.
+    """Serve as a worker process: tokenise shards until ``lines`` ends, which ends the process.
 
     Args:
         lines: requests, as lines of JSON: the setup, then shards.

@@ -91,7 +91,11 @@ class Items:
                 )
 
     def sizes(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Sizes of the items at ``indices``, by which they are sorted; float64 [len(indices)]."""
+        """Sizes of the items at ``indices``, by which they are sorted; float64 [len(indices)].
+
+        Raises:
+            DataError: an item cannot be read, or ``sort_key`` fails or does not return numbers.
+        """
         own = getattr(self.dataset, "sort_key", None)
         if own is None:
             name = next(iter(self.config.padding))
@@ -109,7 +113,8 @@ class Items:
         """Collate items into a microbatch of arrays [B, ...]; right padding adds ``lengths`` [B], the unpadded lengths.
 
         Raises:
-            DataError: an item cannot be read, or the arrays of a field have different shapes and no padding.
+            DataError: an item cannot be read, the arrays of a field have different dtypes or have different shapes and
+                no padding, or the user's function fails.
         """
         if self._own_collate is not None:
             return self.collate_raw([self._raw(index) for index in indices], indices)
@@ -271,7 +276,10 @@ def _length(config: DatasetConfig, dataset: Any) -> int:
 
 
 def _array(value: Any, where: str) -> npt.NDArray[Any]:
-    """Array of a value: lists of whole numbers become int64, other lists float32; arrays and tensors keep dtypes."""
+    """Array of a value: numbers and lists become int64, bool or float32; arrays and tensors keep their dtypes.
+
+    bfloat16 tensors become float32, because numpy has no bfloat16.
+    """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()

@@ -140,7 +140,7 @@ class IterableStream(PackStream):
 
     @property
     def facts(self) -> State:
-        """Function of the dataset, and the dataset's own ``facts`` if any."""
+        """Name of the dataset's function, and the dataset's own ``facts`` if any."""
         return self._facts
 
     def state(self) -> State:

@@ -79,14 +79,15 @@ class LabelTable:
 class Classes:
     """Classes of a whole corpus, from the label tables of its shards.
 
-    Names get ids in sorted order. If all labels are numbers, also as strings of CSV files, the numbers are the ids.
+    Names get ids in the order of ``listed``, or else in sorted order. If no names are listed and all labels are
+    numbers, also as strings of CSV files, the numbers are the ids.
 
     Args:
         tables: labels of each shard, in the order of their ids in the shard.
         listed: names of the classes, if a config lists them; then all tables use the ids of this list.
 
     Raises:
-        DataError: some labels are names, and other labels are numbers.
+        DataError: no names are listed, some labels are names, and other labels are numbers.
     """
 
     def __init__(self, tables: Sequence[Sequence[Label]], listed: Sequence[str] | None) -> None:

@@ -68,7 +68,7 @@ class PairsEncoder:
         return cls(tokenizer, **settings)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
-        """Encode records; reject records that lack a text."""
+        """Encode records; reject records with missing texts, equal texts, or another number of negatives."""
         return encode_samples(pieces, reject, self._sample)
 
     def _sample(self, record: Record) -> Sample | Dropped:
@@ -83,7 +83,9 @@ class PairsEncoder:
                     '{"query": "...", "positive": "..."}, or name the fields in the job file'
                 )
         if texts[self._query] == texts[self._positive]:
-            raise DataError(f"{record.place}: query and positive are equal, so there is nothing to learn; leave it out")
+            raise DataError(
+                f"{record.place}: query and positive are equal, so there is nothing to learn; leave the record out"
+            )
         prefixed = [a + b for a, b in zip(self._prefixes, texts.values(), strict=True)]
         whole = [self._tokenizer.ended(one) for one in self._tokenizer.encode(prefixed)]
         ids, lost = [], []
@@ -92,7 +94,7 @@ class PairsEncoder:
             if kept is None:
                 return Dropped(max(map(len, whole)))
             lost.append(len(one) - (kept.stop - kept.start))
-            # The end-of-text token stays; the token before it is removed.
+            # The end-of-text token stays: at a cut end, it replaces the last token that would be kept.
             ids.append(np.append(one[kept.start : kept.stop - 1], one[-1]))
         return Sample(ids, {}, lost, spelling=self._tokenizer.spelled(prefixed))
 

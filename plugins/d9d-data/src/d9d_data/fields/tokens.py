@@ -87,7 +87,7 @@ class TokensEncoder:
         )
 
     def _learned(self, record: Record, ids: Int64) -> npt.NDArray[np.bool_]:
-        """Mask [N] of the tokens to learn, from the record's labels or mask; true everywhere without both."""
+        """Mask [N] of the tokens to learn, from the record's labels or mask; all true if the config names neither."""
         where = str(record.place)
         field = self._labels or self._mask
         if field is None:

@@ -38,12 +38,12 @@ class BufferSortedDataset(Dataset[Any]):
         seed: seed for the order of the packs; ``None`` keeps them sorted.
 
     Raises:
-        ValueError: ``buffer_size`` is not a multiple of ``pack_size``.
+        ValueError: ``buffer_size`` is not a multiple of ``pack_size``, or a size is below 1.
     """
 
     def __init__(self, dataset: HasSortKey, buffer_size: int, pack_size: int, seed: int | None = 0) -> None:
         if pack_size < 1 or buffer_size < 1 or buffer_size % pack_size:
-            raise ValueError(f"buffer_size {buffer_size} is not a multiple of pack_size {pack_size}; use a multiple")
+            raise ValueError(f"buffer_size {buffer_size} is not a positive multiple of pack_size {pack_size}; use one")
         self._dataset = dataset
         self._buffer_size = buffer_size
         self._pack_size = pack_size
@@ -61,7 +61,7 @@ class BufferSortedDataset(Dataset[Any]):
         """Index in the original dataset of the item at a new index.
 
         Raises:
-            IndexError: the index is not below the number of items.
+            IndexError: the index is negative, or not below the number of items.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"there is no item {index} in a dataset of {len(self)} items")
@@ -78,7 +78,7 @@ class BufferSortedDataset(Dataset[Any]):
         """Item at a new index.
 
         Raises:
-            IndexError: the index is not below the number of items.
+            IndexError: the index is negative, or not below the number of items.
         """
         return self._dataset[self.place_of(index)]
 

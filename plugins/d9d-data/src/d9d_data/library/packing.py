@@ -9,7 +9,7 @@ M = TypeVar("M")
 
 
 class FixedCountPacker(Generic[M]):
-    """Groups a loader's microbatches into packs of equal count, such as the microbatches of an optimizer step.
+    """Packer of a loader's microbatches into packs of equal count, such as the microbatches of an optimizer step.
 
     Args:
         loader: loader of microbatches, such as a ``torch.utils.data.DataLoader``. Each iteration over the packs

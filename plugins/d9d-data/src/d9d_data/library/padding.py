@@ -24,8 +24,8 @@ def pad_stack(
         Tensor [B, S], S being the longest S_b rounded up to ``multiple``.
 
     Raises:
-        ValueError: there is no tensor, a tensor has another number of dims or another dtype, or ``multiple`` is below
-            1.
+        ValueError: there is no tensor, a tensor has another number of dims or another dtype, ``multiple`` is below 1,
+            or ``side`` is unknown.
     """
     if not items:
         raise ValueError("there are no tensors to stack; give at least one")

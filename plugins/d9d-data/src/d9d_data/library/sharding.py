@@ -33,7 +33,7 @@ class ShardedDataset(Dataset[Any]):
             the same number of steps.
 
     Raises:
-        ValueError: the shard does not exist, or equal sizes are requested of an empty dataset.
+        ValueError: the shard does not exist, or ``mode`` is unknown.
     """
 
     def __init__(

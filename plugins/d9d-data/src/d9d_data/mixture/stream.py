@@ -28,10 +28,10 @@ from d9d_data.stream.packing import NO_TARGET
 from d9d_data.stream.reader import Arrays, Lost, PackSource, TellsLosses
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 
-#: Field of a part's dataset that has no effect, because the mixture forms the packs -> field to use instead.
+#: Field of a part's dataset that has no effect, because the mixture forms the packs -> advice.
 _UNUSED: Mapping[str, str] = {
-    "workers": "data.workers",
-    "bucket_window": "nothing, since packs are formed of all parts",
+    "workers": "remove it, and use data.workers",
+    "bucket_window": "remove it, because packs are formed of all parts",
 }
 
 #: Facts that must be equal in all parts -> their names in messages.
@@ -173,7 +173,7 @@ class MixtureStream(PackStream):
             stream.save_assets(directory)
 
     def close(self) -> None:
-        """End the worker processes, if the stream has started any."""
+        """End the worker processes, if the stream has started any, and close the streams of the parts."""
         super().close()
         for stream in self._streams:
             if hasattr(stream, "close"):
@@ -205,7 +205,7 @@ class MixtureStream(PackStream):
             for index, values in found.items():
                 if values != found[0]:
                     raise DataError(
-                        f"data.parts: parts[0] has the {what} {_listed(found[0])}, and parts[{index}] has "
+                        f"data.parts: names of the {what} in parts[0]: {_listed(found[0])}; in parts[{index}]: "
                         f"{_listed(values)}; mix datasets with the same {what}"
                     )
 
@@ -314,9 +314,7 @@ def _check_fields(part: MixturePart, index: int) -> None:
             field in type(part.data).model_fields
             and getattr(part.data, field) != type(part.data).model_fields[field].default
         ):
-            raise DataError(
-                f"data.parts[{index}].data.{field}: has no effect in a mixture; remove it, and use {instead}"
-            )
+            raise DataError(f"data.parts[{index}].data.{field}: has no effect in a mixture; {instead}")
 
 
 def _fill(parts: Sequence[MixturePart]) -> dict[str, float]:
@@ -358,7 +356,7 @@ def _limit(part: MixturePart, facts: State, index: int) -> int | None:
 
 
 def _listed(values: Any) -> str:
-    return ", ".join(map(str, values)) if values else "none with names"
+    return ", ".join(map(str, values)) if values else "none"
 
 
 def _check_alike(samples: Sequence[Sample], parts: Sequence[MixturePart]) -> None:

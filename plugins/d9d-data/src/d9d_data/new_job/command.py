@@ -35,7 +35,7 @@ def new_job(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {_NAMES}.")],
     model: Annotated[str | None, typer.Option(metavar="DIRECTORY", help="Model to start from.")] = None,
     data: Annotated[
-        list[str], typer.Option(metavar="FILE", help="Records to train on; a glob or several for more files.")
+        list[str], typer.Option(metavar="FILE", help="Records to train on: a file or a glob; may be repeated.")
     ] = [],  # noqa: B006 - typer reads the default
     teacher: Annotated[str | None, typer.Option(metavar="DIRECTORY", help="Larger model, for distillation.")] = None,
     output: Annotated[
@@ -147,7 +147,7 @@ def _write(
 
 
 def _check_models(name: str, model: str | None, teacher: str | None) -> None:
-    """Raise unless exactly the models that the kind of job needs are given."""
+    """Raise if a model that the kind of job needs is missing, or a teacher is given that the kind does not use."""
     if name == "distillation" and teacher is None and model is None:
         raise JobError(
             "distillation needs a trained model, which learns, and a larger one with the same vocabulary: --model "

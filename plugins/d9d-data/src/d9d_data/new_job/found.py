@@ -79,7 +79,7 @@ class Records:
 
     Attributes:
         sources: values of ``data.sources``.
-        count: number of records, or -1 if there are more than could be counted quickly.
+        count: number of records; -1 for plain text, or if there are more than can be counted quickly.
         fields: values for fields of the dataset's config: names of fields of the records, and for ``format`` a format.
         longest: number of tokens of the longest record among the first records; ``None`` without a tokenizer.
         classes: number of classes: of different names, or the largest class number plus 1.
@@ -169,7 +169,7 @@ def look_at_records(sources: Sequence[str], kind: Kind, tokenizer: Path | None) 
 
 
 def check_records(config: PluginConfig, tokenizer: Path | None) -> None:
-    """Encode the first records of each file as the dataset of a job does.
+    """Encode the first records of each of the first files as the dataset of a job does.
 
     Args:
         config: config of the dataset.
@@ -281,7 +281,7 @@ def _format_of(record: Record, kind: Kind) -> Found[Any] | None:
 
 
 def _count(files: Sequence[SourceFile]) -> int:
-    """Number of records in small files; -1 for files that take long to read."""
+    """Number of records in all files; -1 if it is above :data:`_LABELS_LOOKED_AT`."""
     total = 0
     for file in files:
         for _ in islice(read_records(file), _LABELS_LOOKED_AT - total + 1):

@@ -25,6 +25,9 @@ class Permutation:
     Args:
         size: number of items, from 1 to 2**62.
         key: any text.
+
+    Raises:
+        ValueError: the size is not from 1 to 2**62.
     """
 
     def __init__(self, size: int, key: str) -> None:

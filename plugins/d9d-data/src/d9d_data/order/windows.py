@@ -29,6 +29,9 @@ class WindowOrder:
         longest: limit of the lengths to compare; longer documents count as this length.
         window: W, a multiple of ``batch_size``.
         batch_size: b, at most the number of samples.
+
+    Raises:
+        ValueError: the window is not a multiple of the batch size, or the batch is larger than the number of samples.
     """
 
     def __init__(self, order: SampleOrder, corpus: Corpus, longest: int, window: int, batch_size: int) -> None:

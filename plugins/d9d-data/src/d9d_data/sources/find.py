@@ -38,12 +38,15 @@ def _silent(_text: str) -> None:
 def find_files(sources: Sequence[str], note: Callable[[str], None] = _silent) -> list[SourceFile]:
     """List the files of all sources: sources in the given order, files of a source sorted by name.
 
+    The files of a saved dataset are in the order of its rows.
+
     Args:
         sources: names of sources in the job file.
         note: function that prints a line if a search finds many files.
 
     Raises:
-        DataError: a path does not exist, a glob matches no file, a directory has no file, or there are too many files.
+        DataError: a path does not exist or cannot be read, a glob matches no file, a directory has no file, or there
+            are too many files.
     """
     return [file for index, source in enumerate(sources) for file in _of_source(source, index, note)]
 

@@ -125,7 +125,11 @@ def read_csv(file: SourceFile, reject: Reject = refuse) -> Iterator[Record]:
 
 
 def csv_columns(file: SourceFile) -> list[str]:
-    """Names of the columns of a CSV or TSV file, from its first row."""
+    """Names of the columns of a CSV or TSV file, from its first row.
+
+    Raises:
+        DataError: the file cannot be read, or its first line is not a row of a table.
+    """
     try:
         return next(filter(None, _csv_rows(file)), [])
     except csv.Error as error:

@@ -71,7 +71,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """Size of a file in bytes, and a string that changes whenever the file is written."""
+    """Size of a file in bytes, and a string that changes when the file is written; empty if the storage has none."""
 
     size: int
     modified: str
@@ -198,7 +198,8 @@ def open_content(file: SourceFile) -> Iterator[BinaryIO]:
     """Open a file for reading its decompressed bytes.
 
     Raises:
-        DataError: the file cannot be opened, or the ``with`` block finds it unreadable, damaged or truncated.
+        DataError: the file cannot be opened, or the ``with`` block finds it unreadable, damaged, truncated, or too
+            large when decompressed.
     """
     with open_stored(file.address) as stored, _explained(file.address), _decompressed(file, stored) as content:
         yield content

@@ -188,7 +188,7 @@ def _longest_text(content: BinaryIO, pages: _Pages, compression: str) -> int:
 
 def _check_not_negative(*sizes: int) -> None:
     if min(sizes) < 0:
-        raise ValueError("the header of a page has a size that is negative or points beyond the end of the file")
+        raise ValueError("a size is negative or points beyond the end of the file")
 
 
 class _Thrift:

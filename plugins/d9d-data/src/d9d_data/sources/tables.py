@@ -28,7 +28,7 @@ def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column:
         column: only column to read; all columns if absent.
 
     Raises:
-        DataError: the file cannot be read, is not such a table, or pyarrow is not installed.
+        DataError: the file cannot be read, is not such a table, takes too much memory, or pyarrow is not installed.
     """
     number = content_read = 0
     stored = stat_file(file.address).size
@@ -98,7 +98,8 @@ def saved_dataset_files(directory: str) -> list[str]:
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or PurePath(name).name != name or not (root / name).is_file():
             raise DataError(
-                f"{where}: its state.json lists the file {str(name)[:80]!r}, which is missing; copy the directory again"
+                f"{where}: its state.json lists {str(name)[:80]!r}, which is not a file in the directory; copy the "
+                "directory again"
             )
         found.append(str(root / name))
     return found
@@ -132,7 +133,7 @@ def _parquet(file: SourceFile, content: Any, as_dictionary: Sequence[str] = ()) 
 
 
 def _arrow_reader(file: SourceFile, content: Any, columns: Sequence[str] | None = None) -> Any:
-    """Reader of an Arrow stream. A file is a stream after its first 8 bytes; its footer is not read."""
+    """Reader of an Arrow stream. An Arrow file is a stream after its first 8 bytes; the file's footer is not read."""
     ipc = _pyarrow(file).ipc
     content.seek(0)
     begin = 8 if content.read(6) == b"ARROW1" else 0

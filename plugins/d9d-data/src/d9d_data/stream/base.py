@@ -20,9 +20,9 @@ def facts_of(corpus: Corpus) -> State:
 
     Plain texts also have the id of the end-of-text token and the entropy (nats per token) of the train split.
     ``skipped`` counts malformed records of both splits, ``cut_documents`` truncated records, ``incomplete`` truncated
-    records that lost tokens to learn, and ``dropped`` records that were left out because they are too long. If only
-    some tokens are learned, ``stop_learned`` counts the records whose last learned token is one of the special
-    ``stop_token_ids``.
+    records that lost tokens to learn, and ``dropped`` records that were left out because they are too long or have no
+    token to learn. If records were truncated, ``longest`` is the number of tokens of the longest. If only some tokens
+    are learned, ``stop_learned`` counts the records whose last learned token is one of the special ``stop_token_ids``.
     """
     facts: dict[str, Any] = {
         "vocab_size": corpus.vocab_size,
@@ -102,7 +102,7 @@ class PackStream:
         """Continue at ``state``; ranks, microbatch size and workers may differ from the saved run.
 
         Raises:
-            DataError: the state belongs to other data.
+            DataError: the state belongs to other data, or is damaged.
         """
         consumed, fingerprint = state.get("consumed"), state.get("fingerprint")
         if fingerprint != self._fingerprint:
@@ -135,7 +135,7 @@ class CorpusStream(PackStream):
     Args:
         corpus: corpus to read.
         source, batch_size, workers, identity: see :class:`PackStream`.
-        settings: names of further job-file fields in the identity, in addition to the corpus's, for error messages.
+        settings: names of the job-file fields that ``identity`` has in addition to the corpus, for error messages.
     """
 
     def __init__(
@@ -154,5 +154,5 @@ class CorpusStream(PackStream):
         self._corpus = corpus
 
     def save_assets(self, directory: Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` in the format of transformers."""
+        """Write the tokenizer's files in the format of transformers, unless an export copies the pretrained model's."""
         self._corpus.save_assets(directory)

@@ -25,8 +25,8 @@ from d9d_data.stream.reader import Arrays, Lost
 class BinStream(CorpusStream):
     """Stream of bins: each sample has as many documents as fit; longer documents are cut into several pieces.
 
-    Bins are the same in every epoch, in another random order. A pack, the samples of one step, has the next
-    ``batch_size`` bins of one global order; rank r of R takes the r-th of R equal runs of the pack.
+    Every epoch has the same bins, in another random order unless ``shuffle`` is false. A pack, the samples of one step,
+    has the next ``batch_size`` bins of one global order; rank r of R takes the r-th of R equal runs of the pack.
 
     Raises:
         DataError: the batch is larger than the data.
@@ -63,7 +63,7 @@ class BinStream(CorpusStream):
 def one_pass_of_bins(config: TextConfig | PackableConfig, context: DataContext, corpus: Corpus) -> OnePassStream:
     """Open a stream of bins for one pass: samples are filled with whole documents in their order.
 
-    A document longer than a sample is truncated to its first positions; the fact ``cut_documents`` counts them.
+    Documents longer than a sample are truncated to their first positions; the fact ``cut_documents`` is their number.
 
     Raises:
         DataError: there are no documents, or ``batch.size`` or ``sequence_length`` does not fit the data.

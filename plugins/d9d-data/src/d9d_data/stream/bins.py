@@ -1,4 +1,4 @@
-"""Bins of whole documents: each bin is a sequence filled with as many documents as fit, by best-fit decreasing.
+"""Bins of whole documents: each bin is a sequence filled by best-fit decreasing, or in the order of the documents.
 
 Shapes: N tokens, D items (pieces of documents), S positions, B sequences.
 """
@@ -38,7 +38,8 @@ class Bins:
 def best_fit(lengths: Int64, capacity: int) -> Bins:
     """Fill bins by best-fit decreasing: items from the longest to the shortest, each into the fullest bin with room.
 
-    The number of bins is at most 11/9 of the minimum, plus one (Johnson 1973). The result depends on the lengths alone.
+    The number of bins is at most 11/9 of the minimum, plus four (Johnson 1973). The result depends on the lengths
+    alone.
 
     Args:
         lengths: int64 [D], number of positions of each item, from 1 to ``capacity``.
@@ -88,7 +89,7 @@ class Pieces:
 
     Attributes:
         firsts: int64 [D], index of each piece's first token.
-        lengths: int64 [D], number of positions of each piece. A document of one token also takes one position.
+        lengths: int64 [D], number of positions of each piece. A piece of length 0, one token, also takes one position.
         targets: int64 [D], number of positions of each piece with a target, the next token; ``None`` if all positions
             have a target.
     """
@@ -135,7 +136,8 @@ def pack_bins(
 
     Returns:
         ``tokens``, ``targets``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B], as
-        :func:`~d9d_data.stream.padding.pad` returns them; ``documents`` numbers the pieces of a bin from 0.
+        :func:`~d9d_data.stream.padding.pad` returns them; ``documents`` numbers the pieces of a bin from 0. With scales
+        also ``weights`` float32 [B, S], the loss weight of each target, 0 without a target.
     """
     shape = (len(chosen), sequence_length)
     end = tokens[len(tokens) - 1]

@@ -1,4 +1,4 @@
-"""Stream of whole documents for the dataset ``documents``; the documents of a step (a pack) have similar lengths."""
+"""Stream of samples of whole documents, for datasets that pad; samples of a step (a pack) have similar lengths."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ class DocumentStream(CorpusStream):
         """Continue at ``state``; ranks, microbatch size and workers may differ from the saved run.
 
         Raises:
-            DataError: the state belongs to other data, or is inside a window and the batch size or the window differs.
+            DataError: the state belongs to other data, is damaged, or is inside a window and the batch size or the
+                window differs.
         """
         before = self._consumed
         super().load_state(state)
@@ -125,8 +126,9 @@ class DocumentStream(CorpusStream):
             raise DataError(
                 f"the checkpoint was saved after {consumed} samples with a batch size of {batch_size} and a "
                 f"bucket_window of {window}; with a batch size of {self._batch_size} and a bucket_window of "
-                f"{self._window}, some samples nearby would be repeated and others left out. Keep both unchanged, "
-                f"or change them where an epoch of {self._order.order.samples} samples and a batch of both sizes end"
+                f"{self._window}, some samples nearby would be repeated and others left out. Keep both unchanged, or "
+                f"change them where an epoch of {self._order.order.samples} samples ends together with a batch of the "
+                "old size and a batch of the new size"
             )
         self._consumed = consumed
 

@@ -2,9 +2,10 @@
 
 A filler is a repeated sample without targets, so that the last step has a full batch.
 
-:mod:`d9d_core.data` specifies such streams. Samples are sorted by length inside blocks of microbatches. A block has one
-eighth of the microbatches of a pack (the samples of a step), and at most eight microbatches. Its size depends on the
-job file alone, and with one, two, four or eight ranks each rank has whole blocks.
+:mod:`d9d_core.data` specifies such streams. Samples are sorted by length inside blocks of microbatches. The number of
+microbatches of a block is the largest power of two, at most eight, that divides one eighth (rounded down, at least 1)
+of the number of microbatches of a pack (the samples of a step). It depends on the job file alone. If the number of
+microbatches of a pack is a multiple of eight, each of one, two, four or eight ranks has whole blocks.
 
 Shapes: b samples, B rows of tensors (b times the texts of a sample).
 """

@@ -33,7 +33,7 @@ def pack(
     """Make a microbatch of packed samples: sample i is ``tokens[i * S : (i + 1) * S + 1]``, across documents.
 
     Args:
-        tokens: token ids [N] of all documents, each with its end-of-text token.
+        tokens: token ids [N] of all documents, concatenated.
         starts: [D + 1], index of each document's first token, then N.
         samples: indices [B] of the samples.
         sequence_length: S.

@@ -28,13 +28,13 @@ def pad(
 ) -> Mapping[str, npt.NDArray[Any]]:
     """Make a microbatch of padded documents: sample i is document i, truncated to ``sequence_length`` positions.
 
-    The last token of a document is a target only, so a document of n tokens has n - 1 positions; a document of only the
-    end-of-text token has one position without a target. S is the largest number of positions of these samples, rounded
+    The last token of a document is a target only, so a document of n tokens has n - 1 positions; a document of one
+    token has one position without a target. S is the largest number of positions of these samples, rounded
     up to a multiple of ``multiple``. The padding is a separate document at the end of a sample: no token of the sample
     attends to it, and its own attention is well defined.
 
     Args:
-        tokens: token ids [N] of all documents, each with its end-of-text token.
+        tokens: token ids [N] of all documents, concatenated.
         starts: [D + 1], index of each document's first token, then N.
         samples: indices [B] of the documents.
         sequence_length: maximum number of positions of a sample; a multiple of ``multiple``.
@@ -43,10 +43,11 @@ def pad(
         scales: [N], loss weight of each learned token; ``None`` if all weights are equal.
 
     Returns:
-        ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, or -100 in padding and
-        where the next token is not learned; ``positions`` [B, S], counted from the start of the sample, and again from
-        the start of the padding; ``documents`` [B, S], 0, and 1 in padding; ``lengths`` [B], number of positions before
-        the padding. With scales also ``weights`` float32 [B, S], the loss weight of each target, 0 without a target.
+        ``tokens`` [B, S], padded with the last of all tokens; ``targets`` [B, S], the next token, or -100 in padding
+        and where the next token is not learned; ``positions`` [B, S], counted from the start of the sample, and again
+        from the start of the padding; ``documents`` [B, S], 0, and 1 in padding; ``lengths`` [B], number of positions
+        before the padding. With scales also ``weights`` float32 [B, S], the loss weight of each target, 0 without a
+        target.
     """
     first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
     lengths, columns, inside = _rectangle(available - 1, sequence_length, multiple)

@@ -1,4 +1,4 @@
-"""Stream of packed text, for the dataset ``text``."""
+"""Stream of packed text, for the dataset ``text`` and for packed conversations and records of token ids."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def build_text(config: TextConfig, context: DataContext) -> TextStream | BinStre
 def open_text(
     config: TextConfig | PackableConfig, context: DataContext, corpus: Corpus
 ) -> TextStream | BinStream | OnePassStream:
-    """Open the stream of a prepared and packed corpus, endless or for one pass.
+    """Open a stream of packed samples over a prepared corpus, endless or for one pass.
 
     Raises:
-        DataError: batch size, sequence length or window does not fit the data; the message says how to correct it.
+        DataError: batch size or sequence length does not fit the data; the message says how to correct it.
     """
     if config.packing != "concat":
         return (one_pass_of_bins if context.one_pass else BinStream)(config, context, corpus)

@@ -37,6 +37,9 @@ class TextTokenizer:
         description: description of the tokenizer for messages.
         config: contents of ``tokenizer_config.json``.
         beside: contents of further files to copy into an exported model, by file name.
+
+    Raises:
+        ValueError: ``end_of_text`` is not in the vocabulary.
     """
 
     def __init__(
@@ -179,13 +182,14 @@ def panics_refused(*texts: str | None) -> Iterator[None]:
         texts: texts that the library encodes as a whole.
 
     Raises:
-        DataError: the library raised, or a text is so long that encoding it would fill the memory.
+        DataError: the library raised, or a text is so long that encoding it would fill the memory; the caller adds the
+            record's location before the message.
     """
     longest = max((len(text) for text in texts if text), default=0)
     if longest > _LONG:
         raise DataError(
-            f"a record has a text of {longest:,} characters, more than {_LONG:,}, and must be tokenised as a whole; "
-            "split it, or leave it out"
+            f"has a text of {longest:,} characters, more than {_LONG:,}, which must be tokenised as a whole; split the "
+            "text, or leave the record out"
         )
     try:
         yield

@@ -43,7 +43,7 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
     """Read a tokenizer from its file, and from a ``tokenizer_config.json`` in the same directory if there is one.
 
     Raises:
-        DataError: the file holds no tokenizer, or its end-of-text token is unknown.
+        DataError: the file holds no tokenizer, an id is too large, or the end-of-text token is unknown.
     """
     backend = read_tokenizer(file)
     # Files may configure truncation or padding; both would change the documents.
@@ -74,7 +74,7 @@ def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_buffer(content)
     except OSError as error:
         raise _unreadable(file, error) from error
-    except BaseException as error:  # it raises Exception or PanicException
+    except BaseException as error:  # the library raises Exception or PanicException
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         raise DataError(

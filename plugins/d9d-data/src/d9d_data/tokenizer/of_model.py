@@ -18,14 +18,15 @@ _NEEDED = "name the tokenizer that belongs to these weights in data.tokenizer"
 
 
 def with_tokenizer(config: C, pretrained: str | None) -> C:
-    """Return a dataset config that has a tokenizer: its own, or else the tokenizer of the pretrained model.
+    """Return a dataset config that has a tokenizer: its own, or else the pretrained model's, or else ``bytes``.
 
     Args:
         config: config of a dataset.
         pretrained: directory, file or address of the pretrained weights, if any.
 
     Raises:
-        DataError: neither the model nor the config has a tokenizer, or their tokenizers differ.
+        DataError: neither the model nor the config has a tokenizer and ``bytes`` does not suffice, or the tokenizers of
+            the model and the config differ.
     """
     own = _own(pretrained)
     if config.tokenizer is not None:

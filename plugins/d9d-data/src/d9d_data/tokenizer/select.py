@@ -27,7 +27,7 @@ def make_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, texts: I
         texts: texts to train on; unused if no tokenizer is trained.
 
     Raises:
-        DataError: the file is missing or holds no tokenizer.
+        DataError: the file is missing or holds no tokenizer, or the end-of-text token cannot be used.
     """
     if isinstance(choice, BpeTokenizer):
         return train_bpe(texts, choice.bpe, end_of_text or END_OF_TEXT)
@@ -53,7 +53,7 @@ def saved_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, directo
 
 
 def tokenizer_identity(choice: str | BpeTokenizer) -> str:
-    """Identity of a tokenizer; for a file, a digest of its contents, not its path.
+    """Identity of a tokenizer; for a file, digests of it and of its ``tokenizer_config.json``, not its path.
 
     Raises:
         DataError: the file is missing or cannot be read.
