@@ -207,5 +207,5 @@ def test_example_losses_and_observations_are_those_of_their_samples() -> None:
 
 
 def test_a_suite_of_writers_needs_a_way_to_read_their_files(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=f"WriterSuite must override read.*columns of {tmp_path}"):
+    with pytest.raises(AssertionError, match=f"WriterSuite must override read.*rows of {tmp_path}"):
         WriterSuite().read(tmp_path)

@@ -381,7 +381,7 @@ def test_a_name_that_is_no_op_of_the_blocks_is_an_error_unless_another_stage_has
     outcome = applied(model, save=["wafe", "aten.tanh"])
     assert outcome.unmatched.keys() == {"wafe"}
     assert (
-        "'wafe' in 'save' matches no operator; did you mean 'wave'? (ops of its blocks: wave)"
+        "'wafe' in 'save' matches no operator; did you mean 'wave'? (ops of the blocks: wave)"
         in (outcome.unmatched["wafe"])
     )
     for _ in range(2):
@@ -392,7 +392,7 @@ def test_a_name_that_is_no_op_of_the_blocks_is_an_error_unless_another_stage_has
 def test_a_name_that_is_near_nothing_is_an_error_that_shows_what_names_look_like() -> None:
     text = applied(Attending(), save=["mm"]).unmatched["mm"]
     assert (
-        "'mm' in 'save' matches no operator; names look like 'attention' or 'aten.mm' (ops of its blocks: wave)" in text
+        "'mm' in 'save' matches no operator; names look like 'attention' or 'aten.mm' (ops of the blocks: wave)" in text
     )
 
 

@@ -242,7 +242,7 @@ def test_ops_and_names_of_packages_are_known_before_operators_are_registered() -
     assert unknown_operators(("attention", "aten.mm", "torch.later"), {"attention"}) == {}
     unknown = unknown_operators(("attentio",), {"attention", "norm"})
     assert list(unknown) == ["attentio"]
-    assert unknown["attentio"].endswith("did you mean 'attention'? (ops of its blocks: attention, norm)")
+    assert unknown["attentio"].endswith("did you mean 'attention'? (ops of the blocks: attention, norm)")
     with pytest.raises(BuildError, match=r"'no_such_package.op' in 'save' matches no operator"):
         unknown_operators(("no_such_package.op",), ())
     assert torch.ops.aten.mm.default in find_operators("aten.mm")

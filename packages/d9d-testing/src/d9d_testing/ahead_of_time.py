@@ -35,11 +35,12 @@ def compile_launches(
         capabilities: compute capabilities of the GPUs: 80, 86, 89, 90, 100 or 120.
 
     Returns:
-        ``module:name`` of each Triton function of the package -> capabilities for which it was compiled; empty if it
-        was not launched. A function that a kernel calls is compiled with that kernel.
+        ``module:name`` of each Triton function of the package, and of each other one that was compiled -> capabilities
+        for which it was compiled; empty if it was not. A function that a kernel calls is compiled with that kernel.
 
     Raises:
-        AssertionError: a kernel does not compile, or needs more shared memory than a GPU has; with all output.
+        AssertionError: the function fails, or a kernel does not compile or needs more shared memory than a GPU has;
+            the message has the end of the output.
     """
     command = [sys.executable, "-m", __name__, package, str(file), function, *map(str, capabilities)]
     # Triton reads the variable when it is imported, so the process must start with it.

@@ -1,4 +1,4 @@
-"""Collectives of a job, recorded on a running rank and compared with the collectives that its plan lists."""
+"""Collectives of a job, recorded on a running rank and compared with the collectives that the job's plan lists."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class StepRecorder:
 def recorded_step(values: Mapping[str, Any], plugins: Sequence[str]) -> list[tuple[str, tuple[int, ...], int]]:
     """Train a job and return the calls of its last step on this rank. Collective over a world.
 
-    The last step is recorded because connections are opened in the first.
+    The last step is returned because connections are opened in the first.
     """
     job, recorder = job_of(values, plugins), StepRecorder()
     job.build(lambda _text: None, topology_here(job), observers=[recorder]).train()
@@ -126,9 +126,9 @@ def listed_step(values: Mapping[str, Any], plugins: Sequence[str], rank: int) ->
 def differences(listed: Iterable[Collective], recorded: Iterable[tuple[str, tuple[int, ...], int]]) -> list[str]:
     """Differences between listed and recorded collectives, one line each; empty if the list is right.
 
-    Calls of known size must be recorded exactly as often as listed. Calls of approximate size must be recorded as often
-    as listed, and the total bytes of a kind over the same ranks may differ by a factor of two. Calls listed with an
-    upper bound may be recorded less often.
+    Calls of known size must be recorded exactly as often as listed. Calls of approximate or unknown size must be
+    recorded as often as listed; their total bytes, for a kind over the same ranks, may differ by a factor of two, and
+    are not compared if a size is unknown. Calls listed with an upper bound may be recorded less often.
 
     Args:
         listed: collectives of a plan.

@@ -114,6 +114,7 @@ class Harness:
         Raises:
             RankFailedError: a rank raised an exception, for example because the second layout cannot load the
                 checkpoint.
+            AssertionError: the second layout did not continue from the checkpoint.
         """
         reference = reference or Layout("one process", {}, ())
         expected, half = self.measure([reference])[0], self.steps // 2
@@ -147,7 +148,7 @@ class Harness:
 
 
 def assert_passed(verdicts: Sequence[Verdict]) -> None:
-    """Assert that every layout computed the same as the reference.
+    """Assert that every layout agrees with the reference.
 
     Raises:
         AssertionError: a layout did not; the message has one line per failed layout.
@@ -178,7 +179,10 @@ def measure_all(
 
 
 def train_part(values: Mapping[str, Any], plugins: Sequence[str], guide: Mapping[str, Any]) -> dict[str, Any]:
-    """Train a job to its end, from its newest checkpoint if there is one. Collective over a world."""
+    """Train a job to its end, from its newest checkpoint if there is one, and return the record.
+
+    Collective over a world.
+    """
     job = job_of(values, plugins)
     witness = Witness(Measurement(**guide))
     trainer = job.build(lambda _text: None, topology_here(job), observers=[witness])

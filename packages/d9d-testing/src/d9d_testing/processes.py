@@ -13,7 +13,7 @@ _LISTENING = "0A"
 
 
 def children_of(pid: int) -> list[int]:
-    """Child processes of all threads of a process that have not been waited for."""
+    """Ids of the children of a process, of all its threads; includes ended ones that have not been waited for."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(*_GONE):  # the thread may have ended

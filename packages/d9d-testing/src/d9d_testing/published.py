@@ -1,4 +1,4 @@
-"""Model directory like those published on a hub. Needs transformers."""
+"""Model directory as hubs publish it. Needs transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_published(directory: Path, padded_vocabulary: int | None = None, **siz
 
     Args:
         directory: directory to write.
-        padded_vocabulary: rows of the embedding; by default, one per token.
+        padded_vocabulary: number of rows of the embedding; by default, one per token.
         sizes: fields of the config.
     """
     import torch

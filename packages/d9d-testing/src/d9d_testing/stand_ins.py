@@ -1,4 +1,4 @@
-"""Stand-ins for the commands of an engine, such as ``kubectl``: they record arguments and give prepared answers."""
+"""Stand-ins for commands of a cluster, such as ``kubectl``: they record arguments and give prepared answers."""
 
 from __future__ import annotations
 

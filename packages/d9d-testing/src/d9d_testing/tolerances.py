@@ -40,7 +40,8 @@ def assert_close_values(
         what: name of the tensors in the message.
 
     Raises:
-        AssertionError: the values differ by more than the tolerance; the message shows the largest difference.
+        AssertionError: shapes differ, or values differ by more than the tolerance; the message shows the largest
+            difference.
     """
     limit = within or tolerance(actual, expected)
     torch.testing.assert_close(

@@ -92,7 +92,7 @@ FAULTS = {
         with_(rows=lambda self, kept: {**Means.rows(self, kept), "row": list(range(1, 1 + len(kept["rows"])))}),
         "",
     ),
-    "rows are relative to each other": (with_(rows=relative), "differs if the samples are split into two microbatches"),
+    "rows are relative to each other": (with_(rows=relative), "differs if rows() gets the samples in two halves"),
     "rows depend on how many were asked for": (with_(rows=remembering), "differs"),
     "the tally is a mean": (
         with_(tally=lambda self, rows: {"mean": sum(rows["mean"]) / len(rows["mean"])}), "return sums, not means",

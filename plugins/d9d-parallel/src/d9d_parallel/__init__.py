@@ -1,1 +1,1 @@
-"""Strategies of data parallelism, activation checkpointing and compilation."""
+"""Strategies of data, tensor and context parallelism, of activation checkpointing and of compilation."""

@@ -8,7 +8,7 @@ from d9d_core.plugin import Ref, StrategySpec, hookimpl
 
 D9D_API = 2
 
-#: Data-parallel strategies; a job uses at most one of them.
+#: Data-parallel strategies; at most one of them acts on a module.
 _DATA_PARALLEL = {"replicate", "fsdp", "hsdp"}
 
 

@@ -1,4 +1,4 @@
-"""Ranks along a mesh axis, for use in modules."""
+"""Ranks of a process group, for use in modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backends of ``adamw`` and ``stochastic_adamw``: one launch updates all tensors of a group.
+"""Backends of ``adamw`` and ``stochastic_adamw``: one launch updates all tensors of a group with equal dtypes.
 
 A step reads each gradient once, and reads and writes weights and moments once. Gradient clipping, weight decay, the
 gate and the rounding happen in the same pass, so these bytes divided by the memory bandwidth bound the time from below.
@@ -70,11 +70,14 @@ class FusedAdamW:
         """Update parameters, moments, step counts and generators in place, if the gate is true.
 
         Args:
-            batch: tensors of a group, of any dtypes.
+            batch: tensors of a group; dtypes may differ between parameters.
             betas: decay rates of the two running averages.
             eps: added to the root of the second moment.
             starts: for stochastic rounding: int32 [1] for each tensor, the index of its first element in the full
                 tensor.
+
+        Raises:
+            TypeError: the kernel does not support the dtype of a parameter or a gradient.
         """
         columns = [batch.params, batch.grads, batch.slots["exp_avg"], batch.slots["exp_avg_sq"], batch.slots["step"]]
         lower = batch.slots.get("lower_bits")

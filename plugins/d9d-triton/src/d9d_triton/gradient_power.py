@@ -1,4 +1,4 @@
-"""Backend of the op ``gradient_power``: sum of squares of all gradients, one launch per dtype.
+"""Backend of the op ``gradient_power``: sum of squares of all gradients, one launch per dtype and alignment.
 
 Each program sums one block in float32; the sums of the programs are added in float64, in a fixed order.
 """
@@ -60,7 +60,7 @@ class SumOfSquares:
         return torch.cat(parts).sum(dtype=torch.float64)
 
     def _sums(self, tensors: list[Tensor], *, aligned: bool) -> Tensor:
-        """Sums of squares, float32, one per program, for tensors of one dtype."""
+        """Sums of squares, float32, one per program, for tensors of equal dtype and alignment."""
         device, sizes = tensors[0].device, tuple(tensor.numel() for tensor in tensors)
         # A new table in each call, because gradients get new addresses. It is in pinned memory, so that its copy to the
         # device does not block the host.

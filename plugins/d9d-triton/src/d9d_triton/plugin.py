@@ -65,7 +65,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "normed_rope",
             "rules:by_rule",
             "normed_rope:build",
-            f"Head norms and rotations in one pass each way; {by_itself}.",
+            "Head norms and rotations in one pass each way; by itself on CUDA, in compiled blocks, too.",
         ),
         (
             "attention_inputs",

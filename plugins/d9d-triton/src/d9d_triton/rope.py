@@ -44,6 +44,7 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
     Raises:
         TypeError: the kernel does not support the dtype of a tensor.
+        ValueError: the shapes do not match.
     """
     trained = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     turned: tuple[Tensor, Tensor] = reference(query, key, cos, sin) if trained else turn(query, key, cos, sin, False)

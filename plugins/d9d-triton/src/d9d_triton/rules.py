@@ -90,7 +90,7 @@ MOST_FEATURES = 16384
 
 
 def rms_norm(signature: OpSignature) -> Decision:
-    """Accept calls of ``rms_norm`` whose rows fit into the registers of a program."""
+    """Accept calls of ``rms_norm`` and ``add_rms_norm`` whose rows fit into the registers of a program."""
     decision, features = by_rule(signature), signature.static.get("features", 1)
     if decision.accept and features > MOST_FEATURES:
         return Decision(False, f"a program holds whole rows: at most {MOST_FEATURES} features, not {features}")

@@ -38,7 +38,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises:
         TypeError: the kernel does not support the dtype of gate or up.
-        ValueError: their shapes differ.
+        ValueError: the shapes of gate and up differ.
     """
     check_floats("silu_mul", gate=gate, up=up)
     if gate.shape != up.shape:

@@ -9,7 +9,7 @@ from d9d_core.kernel import Decision, OpSignature
 
 #: Dtypes that the kernels read; they compute in float32.
 FLOATS = ("bfloat16", "float16", "float32")
-#: Priority above the backends of d9d-nn, whose highest is 15.
+#: Priority above other backends of the same ops in d9d-nn, whose highest is 10.
 PRIORITY = 20
 
 

@@ -18,7 +18,7 @@ _CHARACTER, _MARGIN = 6.6, 8
 
 
 def facts(outcome: Outcome, today: date) -> dict[str, Any]:
-    """Contents of the JSON file: versions, date, numbers of tests, and one entry per component."""
+    """Contents of the JSON file: versions, date, status, numbers of tests, errors, and one object per row."""
     return {
         "distribution": outcome.name,
         "version": outcome.version,

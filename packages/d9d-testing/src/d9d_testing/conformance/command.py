@@ -30,7 +30,7 @@ def conform_plugin(
         typer.Option(metavar="PATH", help="Test file or directory with further suites; may be repeated."),
     ] = [],  # noqa: B006 - typer reads the default
 ) -> None:
-    """Run the conformance suites of a plugin's components. Exit status 1 if one fails, or a component has none."""
+    """Run the conformance suites of a plugin's components. Exit status 1 if a suite fails or is missing."""
     # Imported late: the help text does not need these modules.
     from d9d_testing.conformance.badge import write_badge
     from d9d_testing.conformance.run import conform

@@ -62,7 +62,7 @@ class Recorder:
             self._errors.append(f"{report.nodeid}: {_last_line(report.longreprtext)}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note an outcome; a test that fails in its set-up or its end has failed."""
+        """Note an outcome; a test whose set-up or teardown fails has failed."""
         test = self._tests.setdefault(report.nodeid, {**self._classes[report.nodeid], "outcome": "passed"})
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)

@@ -1,4 +1,4 @@
-"""Runs the conformance suites of an installed distribution, each in a process of pytest."""
+"""Runs the conformance suites of an installed distribution in new processes with pytest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Row:
         passed: number of tests that passed.
         failed: number of tests that failed.
         skipped: number of skipped tests.
-        problem: first failure, or the missing suite; empty if all is well.
+        problem: first failure, or the reason why no test ran; empty if all is well.
     """
 
     kind: str
@@ -64,7 +64,8 @@ class Outcome:
         name: normalised name of the distribution.
         version: its version.
         rows: one row per declaration module, then one per component.
-        errors: errors of collection, such as a module of suites that fails to load.
+        errors: errors of collection, such as a module of suites that fails to load, early ends of pytest, and failed
+            tests about no component of the distribution.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether every component passed its suites, and every component of a kind with a suite has one."""
+        """Whether no error occurred, no test failed, and tests ran for every component of a kind with a suite."""
         return not self.errors and all(row.verdict in ("passed", "declarations") for row in self.rows)
 
     def count(self, outcome: Literal["passed", "failed", "skipped"]) -> int:
@@ -83,7 +84,9 @@ class Outcome:
 
 
 def conform(registry: Registry, name: str, files: Sequence[Path] = ()) -> Outcome:
-    """Run the conformance suites of a distribution: first the shipped ones, then suites for the other components.
+    """Run the conformance suites of a distribution.
+
+    The distribution's own suites and those in ``files`` run first, then generated suites for the other components.
 
     Args:
         registry: records of the installed plugins.

@@ -60,7 +60,7 @@ def edit_json(draw: Draw, file: Path) -> None:
 
 
 def edit_header(draw: Draw, file: Path) -> None:
-    """Edit the header of a safetensors file, or its stated length."""
+    """Edit the header of a safetensors file, and sometimes the stated length of the header."""
     content = file.read_bytes()
     length = int.from_bytes(content[:LENGTH_BYTES], "little")
     header, rest = json.loads(content[LENGTH_BYTES : LENGTH_BYTES + length]), content[LENGTH_BYTES + length :]

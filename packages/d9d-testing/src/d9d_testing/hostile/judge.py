@@ -33,7 +33,7 @@ class Verdict:
 
     Attributes:
         kind: outcome of reading.
-        about: error and its origin; empty after success.
+        about: error and its place, or the forbidden files that were touched; empty if the file was read.
     """
 
     kind: Kind

@@ -10,7 +10,7 @@ def grown(change: str, times: int = 60, first: str = "['a']") -> str:
 
 
 def doubled(macro: str, call: str, times: int) -> str:
-    """Template whose macro renders its body twice, in nested calls."""
+    """Template with ``call`` inside ``times`` nested call blocks of a macro with the body ``macro``."""
     return f"{{% macro m() %}}{macro}{{% endmacro %}}" + "{% call m() %}" * times + call + "{% endcall %}" * times
 
 

@@ -78,7 +78,7 @@ def _some(
 
 @st.composite
 def edited(draw: st.DrawFn, value: Any, edits: int = 2) -> Any:
-    """Copy of a JSON value with one or a few edits anywhere: values are replaced, removed, added or swapped."""
+    """Copy of a JSON value with one to ``edits`` edits anywhere: values are replaced, removed, added or swapped."""
     result = [copy.deepcopy(value)]  # in a list, so that the value itself can be replaced
     for _ in range(draw(st.integers(1, edits))):
         target, key = draw(st.sampled_from(list(_places(result))))
@@ -107,7 +107,7 @@ def _places(value: Any) -> Any:
 
 @st.composite
 def edited_job(draw: st.DrawFn, job: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy of a job with some sections drawn from the schema, and possibly one edit outside of the schema."""
+    """Copy of a job with some sections drawn from the schema, and possibly one edit that ignores the schema."""
     values = copy.deepcopy(dict(job))
     for section in draw(st.lists(st.sampled_from(sorted(schema["properties"])), max_size=3, unique=True)):
         fresh = draw(schema_values(schema["properties"][section], schema))

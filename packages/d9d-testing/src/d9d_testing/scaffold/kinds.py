@@ -20,7 +20,7 @@ class Kind:
             replaced.
         imports: names of ``d9d_core.plugin`` that the declaration imports in addition to the record's class.
         section: lines of a job file that select the plugin; empty if no section does.
-        job: sections of ``job.yaml`` that replace sections of :data:`BASE_JOB`; an empty text removes a section.
+        job: sections of ``job.yaml`` that replace sections of :data:`BASE_JOB`.
         infer: sections of ``infer.yaml`` that replace sections of :data:`INFERENCE_JOB`; ``None``: no such job.
         commands: commands that use the plugin.
         needs: distributions that the implementation imports, in addition to d9d-core and pydantic.

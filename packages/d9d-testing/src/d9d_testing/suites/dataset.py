@@ -85,7 +85,10 @@ class DatasetSuite(ComponentSuite):
     # --- tests
 
     def test_order_depends_on_the_seed_alone(self, tmp_path: Path) -> None:
-        """The order of samples does not depend on the process, its random numbers, or earlier reads."""
+        """Packs are equal each time a stream is opened, whatever torch's random state, and reading leaves this state.
+
+        Another seed gives another order.
+        """
         with self.opened(tmp_path) as stream:
             expected = self.take(stream, self.packs)
         for seed in (1, 2):
@@ -121,7 +124,10 @@ class DatasetSuite(ComponentSuite):
         )
 
     def test_packs_are_microbatches_of_the_stated_size(self, tmp_path: Path) -> None:
-        """Every rank gets the same number of microbatches of the stated size, with equal tensor names, on the CPU."""
+        """Every rank gets equally many microbatches of the stated size, with equal tensor names, on the CPU.
+
+        Tensors of token ids and other indices are int64.
+        """
         names = set()
         for ranks, size in ((1, 2), (2, 1), (4, 2)):
             for rank in range(ranks):
@@ -144,13 +150,16 @@ class DatasetSuite(ComponentSuite):
                     ]
                     assert not narrow, f"{where}: {', '.join(narrow)}; tensors of these names are int64 (d9d_core.data)"
                     assert not wrong, (
-                        f"{where}: {', '.join(wrong)}; put them on the CPU with {size} rows, times the "
-                        f"{self.rows_per_sample} that a sample has"
+                        f"{where}: {', '.join(wrong)}; put them on the CPU, with {size} samples of "
+                        f"{self.rows_per_sample} rows each"
                     )
         assert len(names) == 1, f"microbatches have different names: {sorted(names)}"
 
     def test_every_microbatch_has_the_tensors_that_the_record_names(self, tmp_path: Path) -> None:
-        """Microbatches have the tensors that the record lists; tasks are checked against this list early."""
+        """Microbatches have the tensors that the record lists, with the stated numbers of dims.
+
+        Tasks are checked against this list early.
+        """
         config = configured(self.kind, self.plugin, self.target, {**self.config, **self._data(tmp_path)})[1]
         given = given_by(registry_of(self.plugin), config)
         if given is None:
@@ -165,7 +174,10 @@ class DatasetSuite(ComponentSuite):
                 )
 
     def test_samples_hold_several_documents_only_if_the_config_says_so(self, tmp_path: Path) -> None:
-        """``packs_documents`` of the config is right, because attention kernels ignore ``documents`` if it is false."""
+        """If ``packs_documents`` of the config is false, no sample holds several documents.
+
+        Attention kernels then ignore ``documents``.
+        """
         if self.packs_documents(tmp_path) is not False:
             pytest.skip("the config does not state that a sample is one document")
         with self.opened(tmp_path) as stream:
@@ -197,7 +209,10 @@ class DatasetSuite(ComponentSuite):
                 )
 
     def test_a_stream_resumes_at_any_pack(self, tmp_path: Path) -> None:
-        """A stream resumes in a new process or backwards, from JSON state; no sample is repeated or left out."""
+        """From JSON state, a new stream resumes at any pack, and a stream goes back; no sample is repeated or left out.
+
+        A state does not change when its stream reads further packs.
+        """
         with self.opened(tmp_path) as stream:
             state, saved = stream.state(), plain_json(stream.state(), "state()")
             self.take(stream, 1)
@@ -245,7 +260,7 @@ class DatasetSuite(ComponentSuite):
             pack = stream.next_pack()
             before = _copied(pack)
             self.take(stream, 2)
-            _assert_same([_copied(pack)], [before], "after two more packs, the first one")
+            _assert_same([_copied(pack)], [before], "the first pack, after two more packs were read")
 
     def test_state_of_other_data_is_refused(self, tmp_path: Path) -> None:
         """The state of other data is refused with a ``DataError``; otherwise a run would repeat samples."""
@@ -310,7 +325,10 @@ class DatasetSuite(ComponentSuite):
             stream.save_assets(assets)
 
     def test_one_pass_gives_every_row_once(self, tmp_path: Path) -> None:
-        """One pass gives all rows once, in order, then fillers; microbatches do not depend on the number of ranks."""
+        """One pass gives all rows once, pack by pack in order; microbatches do not depend on the number of ranks.
+
+        In a microbatch, fillers come last and have no targets.
+        """
         for size, micro, ranks in ((self.batch_size, 2, 2), (4 * self.batch_size, 1, 4)):
             alone, facts = self._passed(tmp_path, size, micro, ranks=1)
             self._check_rows(alone, facts)
@@ -322,7 +340,7 @@ class DatasetSuite(ComponentSuite):
             )
 
     def test_one_pass_resumes_at_any_pack(self, tmp_path: Path) -> None:
-        """One pass over all samples resumes at any pack, also on another number of ranks."""
+        """One pass over all samples resumes after its first pack on another number of ranks."""
         size = self.batch_size
         expected, _ = self._passed(tmp_path, size, 2, ranks=1)
         with self._in_one_pass(tmp_path, size, 2) as stream:

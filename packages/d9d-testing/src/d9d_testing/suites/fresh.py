@@ -47,8 +47,10 @@ class ImportFacts:
 def import_fresh(*modules: str) -> dict[str, ImportFacts]:
     """Import modules one after the other in a new process with this process's ``sys.path``.
 
+    The facts of a module leave out modules that were loaded by an earlier import.
+
     Raises:
-        AssertionError: a module cannot be imported; the text is its traceback.
+        AssertionError: a module cannot be imported; the message is the traceback.
     """
     done = subprocess.run(  # noqa: S603 - this interpreter and a constant script
         [sys.executable, "-c", _SCRIPT],

@@ -32,8 +32,8 @@ class KernelSuite:
             target = "rms_norm.my_kernel"
             device = "cuda"
 
-    Calls and shapes are known for the ops of d9d-nn, d9d-moe and d9d-parallel. For another op, override ``op``
-    (:class:`d9d_testing.suites.support.ops.Op`).
+    Calls and shapes are known for the ops of d9d-nn, d9d-moe, d9d-optim and d9d-parallel. For another op, override
+    ``op`` (:class:`d9d_testing.suites.support.ops.Op`).
 
     Attributes:
         target: ``op.name`` of the record.
@@ -121,7 +121,7 @@ class KernelSuite:
                     assert_close_gradients({what: found[name]}, {what: gradient}, within)
 
     def test_a_frozen_input_has_no_gradient_and_disturbs_no_other(self) -> None:
-        """If only one input requires a gradient, the others get none, and its gradient is the same as if all did."""
+        """If only one input requires a gradient, only this input gets one: the same as if all inputs required one."""
         self.need_gradients()
         for where, signature, call in self.accepted(first=True):
             everything = self.run(signature, call, backward=True)

@@ -110,7 +110,7 @@ class LauncherSuite(ComponentSuite):
         assert stand_ins.calls() == [], f"prepare() runs {stand_ins.calls()}; leave that to submit()"
 
     def test_files_of_a_submission_lie_in_its_folder(self, tmp_path: Path) -> None:
-        """Every file is in the request's folder, where ``d9d launch`` writes it, and none replaces the job file."""
+        """Every file is in the request's folder, and none replaces the job file or the record of ``d9d launch``."""
         request = self.request(tmp_path, self.stand_ins(tmp_path))
         for file in self.prepared(request).files:
             assert file.parent == request.folder, f"{file} is not in {request.folder}"
@@ -129,7 +129,10 @@ class LauncherSuite(ComponentSuite):
             assert not found, f"with {dict(fields)}, the submission has the value of {found[0] if found else ''}"
 
     def test_texts_of_users_arrive_as_they_are(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Paths, options and the job file arrive unchanged, whatever quotes, commands or markup they contain."""
+        """Paths, options and the job file arrive unchanged, whatever quotes, commands or markup they contain.
+
+        A launcher may refuse ``--plugin`` with an error that names the option.
+        """
         place = tmp_path / _HOSTILE
         place.mkdir()
         stand_ins = self.stand_ins(tmp_path)
@@ -156,7 +159,7 @@ class LauncherSuite(ComponentSuite):
     def test_the_size_is_respected(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int
     ) -> None:
-        """The engine starts nodes x processes; an engine of one machine refuses more by an error about --nodes."""
+        """The engine starts nodes x processes; a launcher for one machine refuses more by an error about --nodes."""
         stand_ins = self.stand_ins(tmp_path)
         stand_ins.first_in_path(monkeypatch)
         request = self.request(tmp_path, stand_ins, nodes=nodes, processes=processes)
@@ -178,7 +181,7 @@ class LauncherSuite(ComponentSuite):
         assert any("no_such_option" in location for location in named), f"the error names {named}"
 
     def test_malformed_identifiers_reach_no_command(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A malformed identifier is refused before a command gets it: other programs may change the file with it."""
+        """A malformed identifier, from a file that others may have changed, is refused before a command gets it."""
         stand_ins = self.stand_ins(tmp_path)
         stand_ins.first_in_path(monkeypatch)
         monkeypatch.chdir(tmp_path)

@@ -82,7 +82,7 @@ class LrScheduleSuite(ComponentSuite):
             assert found[0] == found[1], f"{total} steps: factors depend on the state of a random number generator"
 
     def test_steps_past_the_end_have_factors_too(self) -> None:
-        """Steps after the end must not raise: a run may be extended or evaluated after its last step."""
+        """Steps after the end have finite factors that are not negative, because a run may be extended."""
         for total in self.totals:
             schedule = self.build(total)
             for step in (total, total + 1, 2 * total, 1000 * total):

@@ -296,4 +296,4 @@ def _assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], wh
     assert found.keys() == expected.keys(), f"{where}: series {sorted(found)}, expected {sorted(expected)}"
     for name, value in expected.items():
         close = torch.allclose(found[name].double(), value.double(), rtol=1e-5, atol=1e-7, equal_nan=True)
-        assert close, f"{where}: {name} is {found[name].tolist()}, of the whole it is {value.tolist()}; {hint}"
+        assert close, f"{where}: {name} is {found[name].tolist()}, expected {value.tolist()}; {hint}"

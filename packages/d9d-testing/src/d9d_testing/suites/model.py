@@ -71,7 +71,7 @@ class ModelSuite:
     called with ``tokens``, ``positions``, ``documents`` and ``targets``.
 
     Attributes:
-        plugin: module of the entry point.
+        plugin: declaration module, which the entry point names.
         target: name of the model.
         flops_per_parameter: lowest and highest training FLOPs per token and parameter of the tiny config. 6 for a dense
             model; less with a large embedding or idle experts, more with long sequences.
@@ -202,7 +202,7 @@ class ModelSuite:
             )
 
     def test_config_round_trips_through_json(self, spec: ModelSpec, config: Any) -> None:
-        """The config saved with a run builds the same model."""
+        """The config reads back equal from its JSON dump, because it is saved with a run."""
         assert type(config) is spec.config.load()
         assert type(config).model_validate_json(config.model_dump_json()) == config
 
@@ -215,7 +215,10 @@ class ModelSuite:
         assert claimed <= has, f"claimed, but no module implements it: {sorted(claimed - has)}"
 
     def test_traits_name_modules_that_exist(self, model: nn.Module) -> None:
-        """Names of blocks, attention cores, tensor-parallel children and op slots lead to the stated modules."""
+        """Names of blocks, attention cores, tensor-parallel children and op slots lead to the stated modules.
+
+        Tensor-parallel plans split no vector, except for one with an element per head.
+        """
         for module in modules_with(model, HasBlocks).values():
             assert all(submodule(module, name) is block for name, block in module.blocks().items())
         for core_owner in modules_with(model, ContextParallelizable).values():
@@ -244,7 +247,7 @@ class ModelSuite:
         assert flops(config, 16) >= flops(config, 8)
 
     def test_hugging_face_round_trip_is_bitwise(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Export and import restore the state bit for bit; the export contains each weight once."""
+        """Export and import restore the state bit for bit, and the config; the export contains each weight once."""
         if spec.hugging_face is None:
             pytest.skip("the model has no Hugging Face format")
         form = spec.hugging_face.load()()
@@ -314,7 +317,7 @@ class ModelSuite:
         self.compare_distances("all gradients", *flat)
 
     def has_reference(self, spec: ModelSpec) -> bool:
-        """Whether the suite names a reference, which may need a package that is not installed."""
+        """Whether the suite names a reference; skips the test if the package of the reference is not installed."""
         if type(self).reference_logits is not ModelSuite.reference_logits:
             return True
         if self.reference is None or spec.hugging_face is None:
@@ -323,7 +326,7 @@ class ModelSuite:
         return True
 
     def computed(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits of a model in float32, and the gradients of the next-token loss by parameter name."""
+        """Logits of a model, converted to float32, and gradients of the summed next-token loss by parameter name."""
         model.zero_grad()
         with torch.no_grad():
             logits = model(tokens=tokens)["logits"].float()
@@ -352,7 +355,7 @@ class ModelSuite:
         return logits.detach(), graph.apply(gradients)
 
     def compare_distances(self, what: str, mine: Tensor, reference: Tensor, exact: Tensor) -> None:
-        """Compare the distances of two bfloat16 results from the float32 result."""
+        """Assert that the model's bfloat16 result is about as close to the float32 result as the reference's is."""
         ours, theirs = ((found - exact).norm().item() / exact.norm().item() for found in (mine, reference))
         limit = self.further_from_exact * max(theirs, torch.finfo(torch.bfloat16).eps / 4)
         assert ours <= limit, (
@@ -406,7 +409,7 @@ class ModelSuite:
     def test_loss_has_one_value_per_token_and_none_for_ignored_targets(
         self, language_model: nn.Module, config: Any
     ) -> None:
-        """``token_loss`` is float32 [B, S], finite, zero where the target is -100."""
+        """``token_loss`` is float32 [B, S] and finite: zero where the target is -100, and positive elsewhere."""
         batch = microbatch(config)
         for inputs in (batch, {name: batch[name] for name in ("tokens", "targets")}):
             loss = language_model(**inputs)["token_loss"]
@@ -425,7 +428,7 @@ class ModelSuite:
         assert_close_values(language_model(**batch)["token_loss"], flat.view_as(batch["targets"]))
 
     def test_every_parameter_gets_a_gradient(self, language_model: nn.Module, config: Any) -> None:
-        """Every parameter gets a gradient: a parameter without one would break gradient reductions."""
+        """Every parameter gets a gradient, not all zeros: a parameter without one would break gradient reductions."""
         language_model(**microbatch(config))["token_loss"].sum().backward()
         idle = [name for name, p in language_model.named_parameters() if p.grad is None or not p.grad.any()]
         assert not idle, f"without gradient: {idle}"

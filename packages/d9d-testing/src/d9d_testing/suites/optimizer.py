@@ -130,7 +130,10 @@ class OptimizerSuite(ComponentSuite):
     # --- state
 
     def test_state_is_complete_and_named_from_the_start(self) -> None:
-        """State is named ``<parameter>/<slot>``; names, shapes and dtypes never change after ``init_state()``."""
+        """State is named ``<parameter>/<slot>``; names, shapes and dtypes never change after ``init_state()``.
+
+        Initial state does not depend on random numbers, and no two tensors share memory.
+        """
         for dtype in self.dtypes:
             parameters, optimizer = self.made(dtype)
             start = facts(optimizer.state())
@@ -241,7 +244,10 @@ class OptimizerSuite(ComponentSuite):
             )
 
     def test_evaluation_weights_are_there_inside_of_their_block_alone(self) -> None:
-        """If the optimizer averages weights, parameters are restored bit for bit after the block or an exception."""
+        """Inside ``evaluation_weights()``, if the optimizer has it, every parameter differs from its training values.
+
+        After an exception in its block, parameters and state are restored bit for bit.
+        """
         for dtype in self.dtypes:
             parameters, optimizer = self.made(dtype)
             averages = isinstance(optimizer, AveragesWeights)
@@ -285,7 +291,10 @@ class OptimizerSuite(ComponentSuite):
             assert not changed, f"{dtype}: with parameters of other ranks on the meta device, {changed} differ"
 
     def test_sharded_parameters_are_updated_as_whole_ones(self) -> None:
-        """Updates of DTensors over two ranks, uneven, replicated and empty shards included, match plain tensors."""
+        """Updates of DTensors over two ranks, sharded (also unevenly) or replicated, match updates of plain tensors.
+
+        State has the same names, full shapes, dtypes and initial values; a closed gate changes nothing.
+        """
         for dtype in self.dtypes:
             results = World(2).run(
                 optimizer_ranks.sharded_steps, self.address(), {k: list(v) for k, v in self.shapes.items()}, dtype

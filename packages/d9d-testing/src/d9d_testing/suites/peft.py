@@ -39,8 +39,8 @@ class PeftSuite(ComponentSuite):
             config = {"rank": 4}
             matches_nothing = {"match": "absent"}
 
-    By default it adapts the toy model ``toy_linears``, blocks of ``torch.nn.Linear``. For a method of other layers,
-    provide a model that maps ``x`` [B, features] to ``y`` [B, features]::
+    By default the method adapts the toy model ``toy_linears``, which has blocks of ``torch.nn.Linear``. For a method
+    that adapts other layers, provide a model that maps ``x`` [B, features] to ``y`` [B, features]::
 
         model_plugin = "my_plugin.my_tests.model"
         model = {"name": "my_model", "features": 8}
@@ -62,7 +62,10 @@ class PeftSuite(ComponentSuite):
     # --- names
 
     def test_parameters_of_the_model_keep_names_and_shapes(self) -> None:
-        """``inject`` keeps names and shapes, so that weights and checkpoints can be loaded, and allocates no memory."""
+        """``inject`` keeps names, shapes and dtypes of the model's parameters, and allocates no memory.
+
+        So weights and checkpoints can be loaded.
+        """
         stage = self.on_meta()
         before = facts(dict(stage.named_parameters()))
         self.build().inject(stage)
@@ -99,7 +102,10 @@ class PeftSuite(ComponentSuite):
     # --- computation
 
     def test_new_tensors_can_be_initialised(self) -> None:
-        """Modules initialise their tensors in ``reset_parameters()``; the model's own parameters are unaffected."""
+        """Modules initialise their tensors in ``reset_parameters()``; the model's own parameters are unaffected.
+
+        With ``starts_as_the_model``, the output is the original model's at first.
+        """
         (plain, _), (adapted, _) = self.adapted(), self.adapted(self.build())
         left = sorted(name for name, tensor in adapted.named_parameters() if not tensor.isfinite().all())
         assert not left, f"{left} are not initialised; the modules that own them need reset_parameters()"

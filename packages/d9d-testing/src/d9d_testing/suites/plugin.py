@@ -47,7 +47,10 @@ class PluginSuite:
     imports_undeclared: ClassVar[tuple[str, ...]] = ()
 
     def test_declaration_imports_nothing_heavy(self, record_property: Callable[[str, object], None]) -> None:
-        """The declaration loads without torch and pydantic; its time is recorded in the report (aim: under 100 ms)."""
+        """The declaration loads without heavy modules such as torch and pydantic.
+
+        The report records the time that the import takes (aim: under 100 ms).
+        """
         facts = import_fresh(self.plugin)[self.plugin]
         record_property("declaration_milliseconds", round(facts.milliseconds, 1))
         assert not facts.heavy, f"{self.plugin} imports {', '.join(facts.heavy)}; refer to heavy code with Ref"
@@ -72,7 +75,10 @@ class PluginSuite:
         )
 
     def test_references_load(self) -> None:
-        """Every ``Ref`` loads; references that build components are callable."""
+        """Every ``Ref`` loads, unless a library is missing that the record requires.
+
+        References that d9d calls, such as ``build``, are callable.
+        """
         _none(problem for entry in self._specs() for problem in _reference_problems(entry))
 
     def test_formats_of_model_files_load_without_torch(self) -> None:
@@ -88,11 +94,17 @@ class PluginSuite:
         _none(f"{name} imports torch; import it inside functions" for name in found if "torch" in found[name].modules)
 
     def test_configs_belong_to_their_records(self) -> None:
-        """Configs are frozen, strict ``PluginConfig`` classes with the record's ``name``; nested configs are strict."""
+        """Configs are frozen, strict ``PluginConfig`` classes with the record's ``name``.
+
+        Nested configs are frozen and strict too.
+        """
         _none(problem for entry, config in self._configs() for problem in _config_problems(entry, config))
 
     def test_open_unions_and_composite_records_belong_together(self) -> None:
-        """A record is composite exactly if its config holds configs of other plugins, of existing kinds."""
+        """A record is composite exactly if its config holds configs of other components, of existing kinds.
+
+        If these are models only, the record may be composite or not.
+        """
         kinds = {kind.name for kind in KINDS}
         for entry, config in self._configs():
             unions = {kind for model in _models(config) for kind in _open_unions(model)}

@@ -120,7 +120,7 @@ class ScheduleSuite:
             assert not difference, f"{_where(ranks, microbatches, settings)}: {'; '.join(difference[:5])}"
 
     def test_ranks_compute_at_the_same_time(self) -> None:
-        """A simulated step of several microbatches is shorter than the ranks' work in sequence."""
+        """With several ranks and microbatches, a simulated step is shorter than the ranks' work in sequence."""
         simulate = pytest.importorskip("d9d_pipeline.simulator.run").simulate
         for ranks, microbatches, settings, programs in self.cases():
             step = simulate(programs, buffers=1)
@@ -129,7 +129,10 @@ class ScheduleSuite:
                 assert step.makespan < work - 1e-6, f"{where}: no two ranks ever compute at the same time"
 
     def test_it_is_made_without_torch(self) -> None:
-        """A schedule imports no torch, as machines without torch inspect programs; single-file plugins may do so."""
+        """The config and the builder of a schedule import no torch, because machines without torch inspect programs.
+
+        Single-file plugins may import torch.
+        """
         if self.plugin.endswith(".py"):
             pytest.skip("a single-file plugin")
         spec = self.spec()

@@ -104,7 +104,7 @@ class StrategySuite:
             )
 
     def test_it_says_what_it_changed_and_whose_gradients_it_reduces(self) -> None:
-        """The strategy's ``Applied`` lists only modules, parameters, views and mesh axes that exist."""
+        """The strategy's ``Applied`` lists a module, and only modules, parameters, views and mesh axes that exist."""
         for mesh, settings in product(self.meshes, self.settings):
             stage, outcome = self.applied(mesh, settings)
             modules, parameters = dict(stage.named_modules()), dict(stage.named_parameters())
@@ -135,7 +135,10 @@ class StrategySuite:
             assert self.target in names, f"{mesh}: applied were {names}"
 
     def test_the_collectives_of_a_traced_step_are_those_it_declares(self) -> None:
-        """On the last mesh, collectives of a step match the declared ones in kind, ranks, bytes and number of calls."""
+        """On the last mesh, the collectives that a step makes on the first and the last rank match the declared ones.
+
+        Kinds, ranks, bytes and numbers of calls are compared (:func:`d9d_testing.collectives.differences`).
+        """
         mesh = self.meshes[-1]
         ranks = Mesh(**mesh).world_size
         batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": 2}
@@ -214,7 +217,7 @@ class StrategySuite:
         return Harness(self.job_values(batch=batch), self.plugins())
 
     def applied(self, mesh: Mapping[str, int], settings: Mapping[str, Any]) -> tuple[torch.nn.Module, Applied]:
-        """Apply the strategy to the toy model on the meta device, in a simulated world; return model and result."""
+        """Apply the strategy to the suite's model on the meta device, in a simulated world; return model and result."""
         job = job_of(
             self.job_values(
                 mesh=dict(mesh),

@@ -177,7 +177,7 @@ class SubscriberSuite(ComponentSuite):
         assert not changed, f"after a resumed run, {changed} differ from a run without the subscriber"
 
     def test_files_do_not_depend_on_the_number_of_processes(self, tmp_path: Path) -> None:
-        """A run on two processes writes the same files as a run on one, apart from rounding."""
+        """A run on ``ranks`` processes writes the same files as a run on one, apart from rounding."""
         expected = self.files_of_one_process(tmp_path / "one")
         directory = tmp_path / "several"
         World(self.ranks).run(watched_run, *self.job_for_files(directory))

@@ -76,7 +76,10 @@ class TaskSuite(ComponentSuite):
     # --- tests
 
     def test_weights_depend_on_the_microbatch_alone(self) -> None:
-        """The weights, one per loss term, are tensors that are known before the first backward without host reads."""
+        """Each loss term has a weight: a 0-d tensor without a graph, positive if samples count.
+
+        ``weights`` reads no value on the host, and gives equal values after ``losses``.
+        """
         task, batch = self.build(), self.whole()
         terms = dict(task.coefficients)
         assert terms, "coefficients is empty; name each loss term and its coefficient"
@@ -175,7 +178,10 @@ class TaskSuite(ComponentSuite):
         assert scale.grad is None or scale.grad == 0, f"terms of zero weight have a gradient of {scale.grad}"
 
     def test_inputs_are_what_the_microbatch_has(self) -> None:
-        """The first stage gets at least one tensor, and the microbatch is not changed."""
+        """The first stage gets at least one tensor; no input is given both to the first stage and to all stages.
+
+        The task does not change the microbatch.
+        """
         task, batch = self.build(), self.whole()
         before = bits(batch)
         inputs = task.inputs(batch)
@@ -268,7 +274,7 @@ class TaskSuite(ComponentSuite):
             )
 
     def test_nothing_of_a_microbatch_is_kept(self) -> None:
-        """Losses and outputs are freed after the step, because each holds the activations of its forward."""
+        """Losses and outputs are freed at most two microbatches later, because each holds a forward's activations."""
         task = self.build()
         alive: list[tuple[str, weakref.ref[Tensor]]] = []
         for part in (slice(0, self.group), slice(0, self.samples), slice(0, self.samples)):

@@ -214,7 +214,10 @@ class TrackerSuite(ComponentSuite):
         )
 
     def test_a_resumed_run_drops_what_came_after_the_checkpoint(self, tmp_path: Path) -> None:
-        """Steps after the checkpoint of a crashed run are removed and repeated; earlier entries stay."""
+        """Steps after the checkpoint of a crashed run are removed and repeated; earlier entries stay.
+
+        Without ``rewinds``, later entries stay too.
+        """
         run = self.opened(tmp_path)
         for step in (1, 2, 3, 4):
             run.write(step, {"loss": 1.0})
@@ -275,7 +278,7 @@ class TrackerSuite(ComponentSuite):
         run.close("finished")
 
     def test_a_backend_that_fails_ends_no_process_and_holds_up_no_call(self, tmp_path: Path) -> None:
-        """Calls to a failing backend raise an ``Exception`` within ``patience`` seconds.
+        """Each call to a failing backend returns or raises an ``Exception`` within ``patience`` seconds.
 
         The loop waits for pending calls at checkpoints and at its end.
         """
@@ -318,7 +321,7 @@ class TrackerSuite(ComponentSuite):
             assert run is not None, "open() returns None although the backend fails; raise an Exception"
 
     def test_tables_are_taken_as_they_are(self, tmp_path: Path) -> None:
-        """Tables with NaN and row names are stored unchanged; tables of later steps are removed on resume."""
+        """Tables with NaN and row names are stored, and not changed; tables of later steps are removed on resume."""
         run: Any = self.opened(tmp_path)
         takes_tables = isinstance(run, TakesTables)
         if not takes_tables:
@@ -384,7 +387,7 @@ class TrackerSuite(ComponentSuite):
             )
 
     def test_the_defaults_write(self, tmp_path: Path) -> None:
-        """A tracker without settings stores values, with its real library."""
+        """A tracker with only the settings of ``default_fields`` stores values, with its real library."""
         hub, notes = self.hub(self.default_fields())
         hub.open(self.run_info(tmp_path), {})
         hub.write(1, {"loss": 1.0})
@@ -395,7 +398,7 @@ class TrackerSuite(ComponentSuite):
 
     @pytest.mark.parametrize("kind", _KINDS)
     def test_other_kinds_are_taken_as_they_are(self, tmp_path: Path, kind: str) -> None:
-        """Histograms, texts and pictures are stored unchanged.
+        """Histograms, texts and pictures are stored, and not changed.
 
         Entries of later steps are removed or replaced on resume.
         """

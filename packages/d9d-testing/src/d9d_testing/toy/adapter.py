@@ -44,7 +44,7 @@ class AdaptedLinear(nn.Linear):
 
     @classmethod
     def around(cls, linear: nn.Linear, rank: int) -> AdaptedLinear:
-        """Adapted copy of a layer, with a new adapter on its device."""
+        """Adapted copy of a layer, which shares the layer's parameters, with a new adapter on the same device."""
         adapted = cast("AdaptedLinear", _copy(linear, cls))
         adapted.adapter, adapted.adapter_off = LowRank(linear.weight, rank), False
         return adapted

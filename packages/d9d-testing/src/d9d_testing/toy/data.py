@@ -1,4 +1,4 @@
-"""Toy datasets, whose samples depend on seed and index only."""
+"""Toy datasets, which draw each pack from the seed and the number of the pack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d9d_testing.toy.config import ToyDataConfig, ToyTokensConfig
 
 
 class ToyStream:
-    """Stream of the toy data: packs of ``x``, ``y`` and ``mask``."""
+    """Stream of the toy data: packs of ``x``, ``y`` and ``mask``; in one pass over ``samples``, also of ``rows``."""
 
     def __init__(self, config: ToyDataConfig, context: DataContext) -> None:
         self._config = config
@@ -22,7 +22,7 @@ class ToyStream:
 
     @property
     def facts(self) -> State:
-        """Number of features, and the samples per epoch if configured."""
+        """Number of features; if configured, samples per epoch and, in one pass, rows."""
         names = ("samples", "rows") if self._context.one_pass else ("samples",)
         counts = {} if self._config.samples is None else dict.fromkeys(names, self._config.samples)
         return {"features": self._config.features, **counts}
@@ -48,11 +48,15 @@ class ToyStream:
         return [{name: parts[name][index] for name in tensors} for index in range(len(parts["x"]))]
 
     def state(self) -> State:
-        """State for checkpoints: the number of packs read so far."""
+        """State for checkpoints: the number of packs read so far, and the number of features."""
         return {"packs": self._packs, "features": self._config.features}
 
     def load_state(self, state: State) -> None:
-        """Continue after the number of packs in a saved state."""
+        """Continue after the number of packs in a saved state.
+
+        Raises:
+            DataError: the state is of data with another number of features.
+        """
         if state["features"] != self._config.features:
             raise DataError("the checkpoint was saved with other data; use another run.name")
         packs = state["packs"]

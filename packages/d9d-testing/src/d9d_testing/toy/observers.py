@@ -27,7 +27,7 @@ class ToyRecorder:
 
 
 class ToyTracker:
-    """Tracker that appends its calls to a file, and raises in one of them."""
+    """Tracker that appends its calls to a file, and may raise in one of them."""
 
     def __init__(self, config: ToyTrackerConfig) -> None:
         self._config = config

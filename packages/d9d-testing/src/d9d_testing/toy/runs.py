@@ -22,7 +22,7 @@ from d9d_testing.toy import plugin
 
 @cache
 def toy_registry() -> Registry:
-    """Registry of the foundation and the toy plugin; cached, because registries are immutable."""
+    """Registry of d9d-core, d9d-engine and the toy plugin; cached, because registries are immutable."""
     return Registry.of(plugin)
 
 

@@ -22,7 +22,7 @@ from d9d_testing.world.worker import Launch, Report
 
 #: Modules that the server imports before ranks are forked from it; absent ones are skipped. FSDP and DTensor import
 #: ``torch._dynamo`` on first use. ``d9d_testing.layouts`` imports d9d-engine, which took each rank half a second; the
-#: modules after it, imported by jobs with transformers, took each rank a further fifth of a second.
+#: modules after it, which jobs with transformer models import, took each rank a further fifth of a second.
 PRELOAD = (
     "pytest",
     "torch.distributed.tensor.parallel",

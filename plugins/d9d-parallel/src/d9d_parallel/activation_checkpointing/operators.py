@@ -170,7 +170,7 @@ def find_operators(pattern: str, ops: Collection[str] = ()) -> list[OpOverload]:
     if not packets:
         near = difflib.get_close_matches(pattern, ops) or difflib.get_close_matches(pattern, sorted(registered))
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "names look like 'attention' or 'aten.mm'"
-        here = f" (ops of its blocks: {', '.join(sorted(ops))})" if ops and "." not in pattern else ""
+        here = f" (ops of the blocks: {', '.join(sorted(ops))})" if ops and "." not in pattern else ""
         raise BuildError(
             f"strategy 'activation_checkpointing': {pattern!r} in 'save' matches no operator; {hint}{here}"
         )

@@ -27,7 +27,8 @@ class ActivationCheckpointing:
         """Change the forward of the chosen blocks in place.
 
         Raises:
-            BuildError: the stage has no blocks, or a block is checkpointed already.
+            BuildError: the stage has no blocks, a block is checkpointed already, or a name with a dot in ``save``
+                matches no operator.
         """
         blocks = find_blocks(stage, self._config.name)
         chosen, unmatched = choose(list(blocks), self._config.match, self._config.every)

@@ -4,11 +4,11 @@ The slot has the same static facts as the op ``attention``. A backend is an obje
 work on the device and must not synchronise with it; :class:`ReferenceBlocks` is the reference:
 
 - ``prepare(queries, keys, documents, window, device) -> [(queries, keys, mask), ...]`` divides the block into parts.
-  Positions of queries and keys are ranges in ascending order; ``documents`` is int64 [B, S] of all positions or
-  ``None``; ``window`` is the number of positions that a query attends to, or ``None``. A part is a slice of the
-  queries, a slice of the keys, and the backend's data for it. No query may attend to a key outside of the parts. For
-  a kind of mask other than causal, which a backend's attribute ``mask_kinds`` must name, ``prepare`` also gets the
-  keyword ``mask``, see :mod:`d9d_core.attention`.
+  Positions of queries and keys are ranges in ascending order; ``documents`` is int64 [B, S] of all positions, a
+  ``DocumentBlocks`` for masks with blocks, or ``None``; ``window`` is the number of positions that a query attends to,
+  or ``None``. A part is a slice of the queries, a slice of the keys, and the backend's data for it. No query may attend
+  to a key outside of the parts. For a kind of mask other than causal, which a backend's attribute ``mask_kinds`` must
+  name, ``prepare`` also gets the keyword ``mask``, see :mod:`d9d_core.attention`.
 - ``(query, key, value, mask) -> (out, total)`` computes a part, with the arguments and results of :func:`attend`.
 - ``backward(grad, query, key, value, out, total, mask) -> gradients`` computes a part's contribution to the gradients,
   given output and log-sum-exps of the attention to all keys, with the arguments and results of

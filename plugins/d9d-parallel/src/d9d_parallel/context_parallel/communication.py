@@ -61,7 +61,8 @@ class _Call(NamedTuple):
     Attributes:
         kind: operation.
         ranks: ranks of the collective, in order.
-        numbers: number of elements sent per position of this rank; ``None`` if the core does not declare its heads.
+        numbers: number of elements per position of this rank, counted as in :class:`d9d_core.strategy.Collective`;
+            ``None`` if the core does not declare its heads.
         what: name of the exchanged tensors.
         backward: whether it is part of the backward; otherwise of the forward.
         times: number of calls in one pass.

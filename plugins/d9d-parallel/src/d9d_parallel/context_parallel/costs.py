@@ -23,7 +23,7 @@ def context_parallel(config: ContextParallelConfig) -> StrategyCost:
 
 
 def alternatives(config: ContextParallelConfig) -> Sequence[ContextParallelConfig]:
-    """Further configs for ``d9d plan``: the methods ``all_gather`` and ``ulysses``, except the config's own method."""
+    """Further config for ``d9d plan``: method ``ulysses`` for ``all_gather``, ``all_gather`` for other methods."""
     other: Literal["ulysses", "all_gather"] = "ulysses" if config.method == "all_gather" else "all_gather"
     return [config.model_copy(update={"method": other, "head_ranks": None})]
 
@@ -108,8 +108,8 @@ def _swapped(op: OpCost, shape: AttentionShape, ranks: int) -> ContextCost:
     queries, pairs = shape.query_heads, shape.key_value_heads
     if queries % ranks or (pairs % ranks and ranks % pairs):
         raise BuildError(
-            f"method ulysses divides heads over {ranks} ranks of cp, which does not fit {queries:g} query heads and "
-            f"{pairs:g} key and value heads; choose another mesh.cp, or method all_gather"
+            f"methods ulysses and hybrid divide heads, here over {ranks} ranks of cp, which does not fit {queries:g} "
+            f"query heads and {pairs:g} key and value heads; choose another number of ranks, or method all_gather"
         )
     back = shape.width * shape.rows * queries * shape.features
     keys = 2 * _key_value_bytes(replace(shape, key_value_heads=max(pairs, ranks)))

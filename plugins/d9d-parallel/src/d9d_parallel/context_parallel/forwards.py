@@ -51,7 +51,7 @@ class ExchangedHeads:
 
     Args:
         core: any attention core.
-        ranks: ranks of ``cp``.
+        ranks: ranks that exchange positions for heads.
     """
 
     def __init__(self, core: nn.Module, ranks: Ranks) -> None:
@@ -93,6 +93,7 @@ def check_heads(query_heads: int, key_value_heads: int, ranks: int) -> None:
         problem = f"neither divides the {key_value_heads} key/value heads nor is a multiple of them"
     if problem:
         raise BuildError(
-            f"strategy 'context_parallel': method ulysses divides heads over {ranks} ranks of cp, which {problem} of a "
-            "rank; choose another cp, or method all_gather, which does not split heads"
+            f"strategy 'context_parallel': methods ulysses and hybrid divide heads, here over {ranks} ranks of cp, "
+            f"which {problem} of a rank; choose another number of ranks, or method all_gather, which does not split "
+            "heads"
         )

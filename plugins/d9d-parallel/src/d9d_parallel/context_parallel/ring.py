@@ -66,8 +66,8 @@ class RingAttention:
         """Prepare masks for each turn (attention to the keys of one rank), for all layers with this window.
 
         Args:
-            documents: document index of each position, int64 [B, S], also together with blocks; ``None`` if a sample
-                is one document.
+            documents: document index of each position, int64 [B, S], or a ``DocumentBlocks`` for masks with blocks;
+                ``None`` if a sample is one document.
             length: S.
             window: number of positions that a query attends to, including its own; ``None`` for all.
             device: device of queries and keys.
@@ -133,8 +133,8 @@ class Plan:
     Attributes:
         ranks: ranks of the ring.
         chunk: number of positions of a chunk; each rank has two chunks.
-        documents: document index of each position, int64 [B, S], also together with blocks; ``None`` if a sample is one
-            document.
+        documents: document index of each position, int64 [B, S], or a ``DocumentBlocks`` for masks with blocks;
+            ``None`` if a sample is one document.
         window: number of positions that a query attends to; ``None`` for all.
         device: device of queries and keys.
         blocks: backend of the op ``attention_block``.
@@ -150,7 +150,7 @@ class Plan:
     mask: MaskKind = "causal"
 
     def parts(self, source: int) -> Sequence[Part]:
-        """Blocks of the attention of this rank's queries to one rank's keys, without blocks that are masked out."""
+        """Parts of the attention of this rank's queries to one rank's keys, without parts that are masked out."""
         mine, theirs = (self._positions(rank) for rank in (self.ranks.rank, source))
         more = {} if self.mask == "causal" else {"mask": self.mask}
         found = self.blocks.prepare(mine, theirs, self.documents, self.window, self.device, **more)

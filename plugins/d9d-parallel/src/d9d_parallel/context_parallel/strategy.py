@@ -1,6 +1,6 @@
 """Strategy ``context_parallel``.
 
-Each rank of ``cp`` has two chunks of every sample's positions (:class:`~d9d_engine.distributed.positions`). All modules
+Each rank of ``cp`` has two chunks of every sample's positions (:mod:`d9d_engine.distributed.positions`). All modules
 except attention compute each position separately; a module that mixes positions in another way, such as a router with
 a balancing loss per sample, has the trait :class:`~d9d_core.model.SeesContext`. Parameters are replicated, and each
 rank's gradient is a partial sum: data-parallel strategies such as ``fsdp`` reduce it over ``cp`` too, and the training

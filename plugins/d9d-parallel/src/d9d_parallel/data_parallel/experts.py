@@ -1,4 +1,4 @@
-"""Data parallelism of experts that are sharded by expert parallelism: over other ranks than other parameters."""
+"""Data parallelism of experts that expert parallelism has sharded: over the ranks that hold the same experts."""
 
 from __future__ import annotations
 

@@ -150,8 +150,9 @@ def wrap(
             because the backward needs them first, and other modules may read them, such as a tied embedding.
 
     Raises:
-        BuildError: the group size does not divide, units share a parameter, or another data-parallel strategy was
-            applied already.
+        BuildError: ``reshard_after_forward`` is a number that does not divide the number of shards, or a number
+            although experts are sharded; units share a parameter; ``ignore`` keeps weights of experts in another dtype
+            than ``compute_dtype``; or a module is in a unit of a data-parallel strategy already.
     """
     mesh = topology.mesh("dense", *dims.dense)  # before the return below: all ranks must create the mesh's groups
     parts = matched_modules(stage, config.match)

@@ -1,8 +1,8 @@
 """Matrix products divided into one part per rank, so that one part is sent while another part is multiplied.
 
-Each part is sent to its rank at once, instead of all parts in one collective (Wang et al. 2023, "Overlap Communication
-with Dependent Computation via Decomposition", section 5.1): in each turn, an all-to-all, every rank sends to one other
-rank. A rank's own part is not sent, and is computed meanwhile.
+Parts are sent one by one, instead of all in one collective (Wang et al. 2023, "Overlap Communication with Dependent
+Computation via Decomposition", section 5.1): in each turn, an all-to-all, every rank sends to one other rank. A rank's
+own part is not sent, and is computed meanwhile.
 
 Shapes: B samples, S positions, R ranks, I features in, O features out.
 """

@@ -72,8 +72,10 @@ class TensorParallel:
         """Turn weights into DTensors and replace forwards, in place. Collective over all ranks.
 
         Raises:
-            BuildError: a parameter of the stage has no style; heads can be neither divided over the ranks nor repeated;
-                or a module of style ``VOCAB`` cannot be split.
+            BuildError: the strategy was applied already; the stage lacks ``split_sequence()``; a parameter has no
+                style, or several modules share one that would be split; heads can be neither divided over the ranks nor
+                repeated; the ranks do not divide the features of a layer; or a module of style ``VOCAB`` or a matched
+                module cannot be split.
         """
         group = topology.group("dense", "tp")
         assert group is not None  # a topology with a mesh has this group
@@ -199,7 +201,7 @@ class _Split:
         return True
 
     def _leave_vocabulary_whole(self, name: str, child: nn.Module) -> None:
-        """Leave an embedding or a head that no pattern matches whole on every rank."""
+        """Keep the whole weight of an embedding or a head that no pattern matches on every rank."""
         self._whole.add(name)
         if isinstance(child, nn.Embedding):
             _replace(child, OwnTokens(child, OwnPositions(self.ranks)))
@@ -375,7 +377,7 @@ class _Split:
             self.notes.append(f"whole on every rank, since 'match' does not match them: {_listed(self._whole)}")
 
     def check(self, stage: nn.Module, shared: Iterable[Sequence[str]]) -> None:
-        """Raise an error if a parameter of the stage is in no tensor-parallel plan, or if several modules share it."""
+        """Raise an error if a parameter of the stage has no style, or if several modules share one that is split."""
         for names in shared:
             if any(self._style(name) in _SPLIT for name in names):
                 raise BuildError(

@@ -32,7 +32,7 @@ def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
 
     Args:
         grad: [R, F], gradients of all outputs, concatenated.
-        weights: [F_i, ...] each; together they have F rows.
+        weights: [F_i, H] each; together they have F rows.
 
     Returns:
         [R, H].

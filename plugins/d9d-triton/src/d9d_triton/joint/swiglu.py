@@ -70,7 +70,7 @@ def register(name: str, products: Products) -> Swiglu:
 
     Returns:
         A function like :func:`d9d_nn.ops.swiglu.swiglu`, for tensors of one dtype: bfloat16, float16 or float32. It
-        raises a ``TypeError`` for other dtypes.
+        raises a ``TypeError`` for other or different dtypes.
     """
 
     @torch.library.custom_op(name, mutates_args=())
@@ -96,7 +96,7 @@ def register(name: str, products: Products) -> Swiglu:
     def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
         found = {str(tensor.dtype) for tensor in (x, gate_weight, up_weight, down_weight)}
         if len(found) > 1:
-            raise TypeError(f"swiglu: x and its weights must be of one dtype, not {', '.join(sorted(found))}")
+            raise TypeError(f"swiglu: x and the weights must be of one dtype, not {', '.join(sorted(found))}")
         out: Tensor = op(x.reshape(-1, x.shape[-1]), gate_weight, up_weight, down_weight)[0]
         return out.view(x.shape)
 

@@ -25,7 +25,7 @@ def count_step(
         table: int64, a column for each of n tensors. Rows: addresses of parameter, gradient, first and second moment,
             step count, generator and first position, then the number of elements. Without stochastic rounding, the
             generator and first position are left out; with master weights, the address of their lower bits follows the
-            count.
+            address of the step count.
         factors: float32 [2, n], out: learning rate / bias correction of the average; 1 / bias correction of the
             squares.
         keys: int64 [n], out: generator states before this step.

@@ -115,7 +115,7 @@ def include_words(
         logits: [C, P].
         targets: int64 [C].
         own: float32 [C], in and out: logit of the target; written only if the target is in this chunk.
-        peaks: float32 [C], in and out: largest logit; the lowest finite value before the first chunk.
+        peaks: float32 [C], in and out: largest logit; ``_LOWEST`` before the first chunk.
         totals: float32 [C], in and out: sum of ``exp(logit - largest)``; 0 before the first chunk.
         first: vocabulary index of the chunk's first logit.
         ignored: target index of rows that are left out.

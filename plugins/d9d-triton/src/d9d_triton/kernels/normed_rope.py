@@ -2,8 +2,8 @@
 
 A program handles TOKENS tokens and HEADS heads of each token, either query or key heads, one head after the other:
 programs whose index in the grid's second dimension is below QUERY_GROUPS handle query heads, the others key heads. A
-tile is one head of all tokens of the program; only one tile at a time fits into registers, beside cosines, sines and
-weights. A rotation pairs feature i with feature i + D/2, so a head is handled as two tiles [TOKENS, PAIRS] with
+tile is one head of all tokens of the program; only one tile at a time fits into registers, together with cosines, sines
+and weights. A rotation pairs feature i with feature i + D/2, so a head is handled as two tiles [TOKENS, PAIRS] with
 PAIRS >= D/2. TOKENS and PAIRS are powers of two. EXACT means that tiles divide all dimensions, so that no mask is
 needed.
 
@@ -119,8 +119,7 @@ def differentiate(
     """Normed-RoPE kernel: gradients of :func:`norm_and_rotate`; a program sums the weight gradient over its tokens.
 
     ``query_arrived`` and ``key_arrived`` are the gradients of the outputs. ``query_partial`` and ``key_partial``,
-    float32 [P, D], receive the weight gradients of the P programs with query heads and of the P programs with key
-    heads.
+    float32, receive a row [D] of the weight gradient from each program with query heads or with key heads.
     """
     group = tl.program_id(1)
     if group < QUERY_GROUPS:

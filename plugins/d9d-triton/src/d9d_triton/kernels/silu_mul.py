@@ -25,10 +25,10 @@ def gate_rows(
         gate: [R, I].
         up: [R, I].
         features: I.
-        gate_row: stride of the gate.
-        gate_feature: stride of the gate.
-        up_row: stride of up.
-        up_feature: stride of up.
+        gate_row: stride of the gate in dimension 0.
+        gate_feature: stride of the gate in dimension 1.
+        up_row: stride of up in dimension 0.
+        up_feature: stride of up in dimension 1.
         BLOCK: features of one program.
     """
     row, feature = _place(features, BLOCK)
@@ -68,14 +68,14 @@ def differentiate(
         gate: [R, I].
         up: [R, I].
         features: I.
-        grad_gate_row: stride of the gradient of the gate.
-        grad_up_row: stride of the gradient of up.
-        grad_row: stride of the gradient.
-        grad_feature: stride of the gradient.
-        gate_row: stride of the gate.
-        gate_feature: stride of the gate.
-        up_row: stride of up.
-        up_feature: stride of up.
+        grad_gate_row: stride of ``grad_gate`` in dimension 0.
+        grad_up_row: stride of ``grad_up`` in dimension 0.
+        grad_row: stride of ``grad`` in dimension 0.
+        grad_feature: stride of ``grad`` in dimension 1.
+        gate_row: stride of the gate in dimension 0.
+        gate_feature: stride of the gate in dimension 1.
+        up_row: stride of up in dimension 0.
+        up_feature: stride of up in dimension 1.
         BLOCK: features of one program.
         GATED: whether to recompute the forward's output.
     """

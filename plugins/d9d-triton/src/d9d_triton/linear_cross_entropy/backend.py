@@ -22,8 +22,8 @@ from d9d_triton.linear_cross_entropy.words import TILE, token_losses_by_words
 _CHUNK_BYTES = 1 << 30
 #: Smallest number of tokens of a chunk.
 _LEAST_ROWS = 256
-#: Largest size of the logits of a chunk of the vocabulary, in bytes. Each such chunk costs two passes over the float32
-#: gradient of the hidden states, so a chunk has at least ``_LEAST_WORDS`` vocabulary entries, whatever its size.
+#: Largest size of the logits of a chunk in ``triton_words``, in bytes. Each chunk of the vocabulary costs two passes
+#: over the float32 gradient of the hidden states, so it has at least ``_LEAST_WORDS`` entries, whatever this size is.
 _SMALL_BYTES = 192 << 20
 _LEAST_WORDS = 4096
 #: Largest size in bytes of a chunk of tokens in the narrow backend: its logits, and its hidden states with ignored rows
@@ -59,7 +59,7 @@ class LinearCrossEntropy:
     gradient, so a second backward (``retain_graph``) is an autograd error, unless ``keep=False``.
 
     If the weight is frozen, the forward computes the gradient of the hidden states, chunk by chunk, and keeps no
-    logits; the backward scales its rows by the gradients of the losses.
+    logits; the backward multiplies each row of this gradient by the gradient of the row's loss.
 
     Args:
         ahead: also compute the weight gradient in the forward, assuming that the loss is a constant times the sum of
@@ -81,7 +81,8 @@ class LinearCrossEntropy:
             targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` for tokens without a target.
             rows: largest number of tokens in a chunk; ``None`` chooses it by V.
             keep: whether to keep all logits or none; ``None`` keeps as many as
-                :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` allows.
+                :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` allows. Without effect if the forward computes the
+                gradients.
 
         Returns:
             float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, even if the hidden state is NaN.
@@ -234,7 +235,8 @@ class LinearCrossEntropyByWords:
         """Compute the losses, and how many logits exceed each target's logit (ranks), int64 [...].
 
         See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`. If the weight needs a gradient,
-        ranks cost one more product: the target's logit is known only after the last chunk of the vocabulary.
+        ranks cost one more product, because the target's logit is known only after the last chunk of the vocabulary;
+        then no logits are kept.
         """
         return self._compute(hidden, weight, targets, size, keep, ranked=True)
 

@@ -221,7 +221,7 @@ def _keep_ahead(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     hidden, weight, targets, ctx.rows, *_, of_weight = inputs
     _, ranks, statistics, unit_hidden, unit_weight = output
     ctx.dtype = hidden.dtype
-    # Saved to recompute the weight gradient if the losses turn out to be weighted.
+    # Saved to recompute the gradients if the losses turn out to be weighted.
     again = (hidden, weight, statistics) if of_weight else ()
     ctx.save_for_backward(targets, unit_hidden, unit_weight, *again)
     ctx.mark_non_differentiable(ranks, statistics, unit_hidden, unit_weight)

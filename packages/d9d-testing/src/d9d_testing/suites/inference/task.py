@@ -40,7 +40,7 @@ class InferenceTaskSuite(ComponentSuite):
     model: ClassVar[Any] = None
 
     def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
-        """Outputs of a model, and their microbatch, with ``rows`` int64 [B]."""
+        """Outputs of a model, and their microbatch of B samples, with ``rows`` int64 [B]."""
         raise AssertionError(
             f"{type(self).__name__} must override case(); return outputs of a model and their microbatch"
         )
@@ -54,13 +54,16 @@ class InferenceTaskSuite(ComponentSuite):
             assert what.strip(), f"column '{name}' has no description"
 
     def test_inputs_are_those_of_a_stage(self) -> None:
-        """``inputs`` returns the keyword arguments of the model."""
+        """``inputs`` returns the keyword arguments of the model as ``StageInputs``."""
         _, microbatch = self.case()
         inputs = self.ready().inputs(microbatch)
         assert isinstance(inputs, StageInputs), f"inputs() returned a {type(inputs).__name__}, not StageInputs"
 
     def test_what_is_kept_has_a_slice_for_each_sample(self) -> None:
-        """Kept tensors have the samples as first dimension, along which fillers are cut off."""
+        """``process`` returns tensors without a graph, and does not wait for the device.
+
+        Their first dimension is the samples, so that the engine can cut off fillers.
+        """
         outputs, microbatch = self.case()
         count = len(microbatch["rows"])
         task = self.ready()
@@ -77,7 +80,10 @@ class InferenceTaskSuite(ComponentSuite):
             assert not tensor.requires_grad, f"process() keeps '{name}' with its graph; detach it"
 
     def test_rows_have_the_columns_that_are_declared(self) -> None:
-        """Each column has one value per row, and the row indices exist."""
+        """``rows`` returns the declared columns, equally long, with a row for each sample.
+
+        Row indices are Python ints, and no value is a tensor.
+        """
         task = self.ready()
         rows = self.rows(task, slice(None))
         assert list(rows) == list(task.columns), f"rows() returned {list(rows)}, columns declares {list(task.columns)}"
@@ -90,7 +96,7 @@ class InferenceTaskSuite(ComponentSuite):
         assert not tensors, f"values of {tensors} are tensors; return JSON values or lists of numbers, as of tolist()"
 
     def test_rows_of_a_sample_do_not_depend_on_the_others(self) -> None:
-        """A sample gives the same rows next to fillers or other samples; the task keeps no state of microbatches."""
+        """``rows`` of two halves of the kept tensors together equal ``rows`` of all; a second call gives equal rows."""
         task = self.ready()
         count = len(self.case()[1]["rows"])
         whole = self.rows(task, slice(None))
@@ -98,7 +104,7 @@ class InferenceTaskSuite(ComponentSuite):
         for name, values in whole.items():
             joined = [*halves[0][name], *halves[1][name]]
             same = len(joined) == len(values) and all(map(_same, joined, values))
-            assert same, f"column '{name}' differs if the samples are split into two microbatches"
+            assert same, f"column '{name}' differs if rows() gets the samples in two halves"
         again = self.rows(task, slice(None))
         assert all(all(map(_same, again[name], values)) for name, values in whole.items()), "a second call differs"
 

@@ -34,7 +34,7 @@ class WriterSuite(ComponentSuite):
                 return [json.loads(line) for line in path.read_text().splitlines()]
 
     Attributes:
-        cuts: ways to split rows 0 to 23 into parts, each a list of boundaries.
+        cuts: ways to split the 23 rows into parts, each a list of boundaries from 0 to 23.
     """
 
     kind = "writer"
@@ -43,7 +43,7 @@ class WriterSuite(ComponentSuite):
 
     def read(self, path: Path) -> list[dict[str, Any]]:
         """Rows of a file, in order."""
-        raise AssertionError(f"{type(self).__name__} must override read(); return the columns of {path}")
+        raise AssertionError(f"{type(self).__name__} must override read(); return the rows of {path}")
 
     def test_the_suffix_begins_with_a_dot(self) -> None:
         """The suffix begins with a dot, because it is appended to the name of the output."""
@@ -87,7 +87,7 @@ class WriterSuite(ComponentSuite):
         assert contents[0] == contents[1], "write() gives different bytes for equal rows"
 
     def test_a_failing_disk_is_told(self, tmp_path: Path) -> None:
-        """``write`` raises if a part cannot be written; otherwise the loss would go unnoticed."""
+        """``write`` raises ``OSError`` if a part cannot be written; otherwise the loss would go unnoticed."""
         writer = self.build()
         try:
             writer.write(tmp_path / "absent" / f"part{writer.suffix}", _ROWS)
@@ -107,8 +107,8 @@ class WriterSuite(ComponentSuite):
         written = sorted(path.name for path in directory.iterdir())
         expected = sorted(path.name for path in parts)
         assert written == expected, (
-            f"write() leaves the files {sorted({*written} - {*expected})}; rename or remove temporary files, because "
-            "the engine takes the files of its directory for parts"
+            f"write() leaves the files {written}, expected {expected}; rename or remove temporary files, because "
+            "the engine takes all files in the directory of the parts for parts"
         )
         writer.join(parts, output)
         return output

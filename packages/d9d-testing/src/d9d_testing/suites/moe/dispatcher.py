@@ -43,7 +43,7 @@ class DispatcherSuite:
             rank.
         ranks: sizes of the worlds.
         dtypes: dtypes of tokens and experts; weights are at least float32.
-        hidden: H.
+        hidden: H, the number of features.
         device: ``cpu``, or ``cuda`` with one GPU per rank.
     """
 
@@ -64,7 +64,10 @@ class DispatcherSuite:
     # Failing examples are not shrunk, because each attempt would start a world.
     @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=_PHASES)
     def test_any_routing_gives_the_sum_of_its_experts(self, data: Any) -> None:
-        """Outputs and gradients match the reference for random lengths, numbers of experts, favourites and limits."""
+        """Outputs and gradients match the reference for random experts of tokens.
+
+        The numbers of tokens, experts and experts per token, and the limits are random too.
+        """
         ranks = data.draw(st.sampled_from([size for size in self.ranks if size > 1] or list(self.ranks)))
         self.check(ranks, data.draw(st.lists(_cases(ranks), min_size=8, max_size=16)))
 

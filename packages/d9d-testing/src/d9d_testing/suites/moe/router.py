@@ -48,7 +48,10 @@ class RouterSuite:
     dropped: ClassVar[str] = "dropped"
 
     def test_it_gives_what_dispatchers_need(self) -> None:
-        """Outputs have the shapes and dtypes that dispatchers need, for many tokens, one, and none."""
+        """Outputs have the shapes and dtypes that dispatchers need, for many tokens, one, and none.
+
+        Routers with ``capacity`` set ``limit``, and no others do.
+        """
         for name, router in self.routers():
             for tokens in (_TOKENS, 1, 0):
                 routing = router(_tokens(tokens), samples=1)
@@ -68,7 +71,7 @@ class RouterSuite:
             routing = router(_tokens())
             assert int(routing.indices.min()) >= 0, f"{name}: negative indices"
             assert int(routing.indices.max()) <= _EXPERTS - ("capacity" not in self.settings[name]), (
-                f"{name}: no expert"
+                f"{name}: an index names no expert"
             )
             expected = routing.indices.flatten().bincount(minlength=_EXPERTS + 1)[:_EXPERTS]
             assert routing.counts.tolist() == expected.tolist(), name
@@ -97,7 +100,7 @@ class RouterSuite:
                 assert_close_values(whole, torch.full_like(whole, self.sums[name]), what=f"{name}: sums of weights")
 
     def test_scores_are_float32_whatever_the_model_is(self) -> None:
-        """In bfloat16 and under autocast, scores still distinguish experts that differ slightly."""
+        """In bfloat16 and under autocast, scores are float32, and the same experts are chosen as in float32."""
         for name, router in self.routers():
             narrow, tokens = copy.deepcopy(router).bfloat16(), _tokens().bfloat16()
             exact = copy.deepcopy(narrow).float()(tokens.float())
@@ -119,7 +122,7 @@ class RouterSuite:
             assert kept == list(range(len(kept))), f"{name}: {kept}"
 
     def test_extreme_tokens_give_finite_weights(self) -> None:
-        """Weights are finite even if all scores, or all but one, underflow."""
+        """Scores, weights and gradients are finite even if all scores, or all but one, underflow."""
         for name, router in self.routers():
             for factor in (1e4, -1e4, 0.0):
                 tokens = (_tokens() * factor).requires_grad_()

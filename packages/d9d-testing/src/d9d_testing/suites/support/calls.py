@@ -1,8 +1,4 @@
-"""Example calls of ops for given sizes, made like first-party models do.
-
-Shapes: B samples, S positions, N query heads, K key/value heads, D features per head; R rows, E experts, I input
-features, O output features.
-"""
+"""Example calls of ops for given sizes, as first-party models make them."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ def attention(
     packed: bool,
     mask: str = "causal",
 ) -> Call:
-    """Call of ``attention`` or ``attention_block``; ``packed``: samples hold two documents; ``mask``: its kind."""
+    """Call of ``attention`` or ``attention_block`` with a kind of mask; with ``packed``, samples hold two documents."""
     inputs = {
         "query": draw(samples, length, query_heads, features, seed=0),
         "key": draw(samples, length, heads, features, seed=1),

@@ -101,7 +101,7 @@ def poison(module: nn.Module) -> None:
 
 
 def poison_value(tensor: Tensor) -> float:
-    """Value that initialisation never gives, for the dtype of a tensor."""
+    """Value that initialisation never gives, for the dtype of a tensor; for bool, which has none, 1."""
     if tensor.is_floating_point():
         return float("nan")
     return 1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min

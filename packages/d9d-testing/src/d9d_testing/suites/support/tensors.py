@@ -15,7 +15,9 @@ _READS = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonz
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that records operators in which the host waits for a tensor's value, on any device.
+    """Mode that records operators in which the host reads a tensor's value: ``item``, ``bool``, ``nonzero``, ``equal``.
+
+    Other reads, such as ``tolist``, boolean indices and copies to the host, are not recorded.
 
     Attributes:
         found: names of the operators, in order.
@@ -50,7 +52,7 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Names of two tensors with several elements in the same memory; ``None`` if there are none."""
+    """Names of two contiguous tensors of several elements that overlap in memory; ``None`` if there are none."""
     here = [(name, local(tensor)) for name, tensor in tensors.items()]
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)

@@ -22,7 +22,7 @@ from d9d_testing.suites.support.component import build_component
 #: Strategy of a run on several ranks, from this module.
 REPLICAS = "suite_replicas"
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?|-?\d+e[+-]?\d+")
-#: Largest relative difference of numbers in files of runs on one rank and on two.
+#: Largest relative difference between numbers in files of two runs.
 _ROUNDING = 1e-3
 
 
@@ -94,7 +94,10 @@ def watched_run(
 
 
 def text_difference(found: bytes, expected: bytes) -> str | None:
-    """First difference of two files: a line of each; numbers with a fraction may differ by rounding."""
+    """First difference of two files, with a line of each; ``None`` if they agree.
+
+    Numbers with a fraction or an exponent may differ by rounding.
+    """
     if found == expected:
         return None
     try:
@@ -117,7 +120,7 @@ def _close(line: str, other: str) -> bool:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Relative path -> content of all files below a directory, with the directory's own path left out."""
+    """Relative path -> content of all files below a directory; the directory's path is removed from the contents."""
     own = str(directory).encode()
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): path.read_bytes().replace(own, b"") for path in files}
