@@ -44,5 +44,5 @@ def test_the_schedule_ends_with_the_last_epoch_and_survives_a_resume(tmp_path: P
 
 
 def test_a_schedule_that_does_not_fit_the_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"warmup_steps is 10, but the run has 9 steps"):
+    with pytest.raises(JobError, match=r"the warm-up takes 10 steps, but the run has 9"):
         job(tmp_path, "x", lr_schedule={"name": "cosine", "warmup_steps": 10}).build(lambda _: None)

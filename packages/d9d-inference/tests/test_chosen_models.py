@@ -122,9 +122,9 @@ def test_a_length_that_padding_does_not_divide_is_not_padded(
 @pytest.mark.parametrize(
     ("name", "record", "said"),
     [
-        ("a.jsonl", "{", "a.jsonl:1: the first record is not JSON"),
-        ("a.jsonl", {"input": 1, "output": 2}, "a.jsonl:1 has input, output; give records"),
-        ("a.jsonl", {"prompt": 1}, "a.jsonl:1 has prompt; give records"),
+        ("a.jsonl", "{", "a.jsonl: the first record is not JSON"),
+        ("a.jsonl", {"input": 1, "output": 2}, "a.jsonl has input, output; give records"),
+        ("a.jsonl", {"prompt": 1}, "a.jsonl has prompt; give records"),
         ("a.jsonl", dict.fromkeys("abcdefghijklmnopqrstu", 1), "q, r, s, t; give records"),
         ("a.jsonl", [], "has no fields; give records"),
         ("a.txt", "", "a.txt is empty"),

@@ -344,8 +344,8 @@ def test_data_is_read_in_one_pass_up_to_the_limit() -> None:
 @pytest.mark.parametrize(
     ("facts", "problem"),
     [
-        ({"rows": None}, "data: 'docs' cannot be read once and in order: it states no 'rows'"),
-        ({"samples": None}, "data: 'docs' cannot be read once and in order: it states no 'rows'"),
+        ({"rows": None}, "data: 'docs' cannot be read once and in order: it does not state its numbers of 'rows'"),
+        ({"samples": None}, "data: 'docs' cannot be read once and in order: it does not state its numbers of 'rows'"),
         ({"samples": 0}, "data: there are no samples; give other sources, or another split"),
         ({"cut_documents": 1200}, "data.sequence_length: 1,200 rows are longer than 64 positions"),
         ({"dropped": 1}, "data: 1 records are dropped, as they are longer than 64 positions"),

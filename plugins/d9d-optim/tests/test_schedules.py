@@ -65,7 +65,7 @@ def test_a_warm_up_has_one_length() -> None:
 
 
 def test_warm_up_longer_than_the_run_is_an_error() -> None:
-    with pytest.raises(JobError, match=r"warmup_steps is 10, but the run has 10 steps; use at most 9"):
+    with pytest.raises(JobError, match=r"the warm-up takes 10 steps, but the run has 10; use at most 9"):
         cosine(CosineConfig(warmup_steps=10), 10)
 
 

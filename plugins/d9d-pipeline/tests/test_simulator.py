@@ -297,7 +297,7 @@ def test_inference_can_be_simulated() -> None:
     [
         ("q=1", r"'q' in 'q=1' is unknown; use f \(forward\), b \(backward\)"),
         ("f", "'f' in 'f' has no number; write f=1.5"),
-        ("f=-1", "forward is -1.0; a time is 0 or more, and finite"),
+        ("f=-1", "forward is -1.0; it must be 0 or more, and finite"),
         ("f=nan", "forward is nan"),
         ("t=inf", "transfer is inf"),
         ("b=1,w=2", "w=2 in 'b=1,w=2' is more than the whole backward, 1; use at most that"),
@@ -349,7 +349,7 @@ def test_a_number_for_a_rank_is_divided_among_its_stages() -> None:
     }  # fmt: skip
     Costs(weight=2.0, overlap=0.0)
     Costs(forward=[0.0, 1.0], overlap=1.0)
-    with pytest.raises(ValueError, match="costs: memory is .1.0, -0.5.; a time is 0 or more, and finite"):
+    with pytest.raises(ValueError, match="costs: memory is .1.0, -0.5.; it must be 0 or more, and finite"):
         Costs(memory=[1.0, -0.5])
     with pytest.raises(ValueError, match=r"costs: overlap is -0.1; use a number from 0"):
         Costs(overlap=-0.1)

@@ -69,7 +69,7 @@ def test_a_pattern_of_layers_is_as_short_as_possible(layers: int, given: list[st
     [
         ({"linear_num_key_heads": 3}, "4 is no multiple of linear_num_key_heads = 3; choose a multiple"),
         ({"mtp": {"depths": 2}}, "hold one layer for further tokens, not 2; set depths to 1"),
-        ({"mtp": {"depths": 1, "first": "hidden"}}, "have the embedding first; remove first"),
+        ({"mtp": {"depths": 1, "first": "hidden"}}, "have the embedding first; remove 'first'"),
         ({"partial_rotary_factor": 0.125}, "0.125 of head_dim = 8 are 1 rotated features"),
         ({"partial_rotary_factor": 0.1}, "0.1 of head_dim = 8 are 0 rotated features"),
         ({"layer_types": ()}, "layer_types"),

@@ -136,7 +136,7 @@ def test_costs_have_the_weights_of_the_stages_that_are_built(config: AnyConfig, 
     ("mtp", "said"),
     [
         ({"depths": 2}, "files of this family hold one layer for further tokens, not 2; set depths to 1"),
-        ({"depths": 1, "first": "hidden"}, "files of this family have the embedding first; remove first"),
+        ({"depths": 1, "first": "hidden"}, "files of this family have the embedding first; remove 'first'"),
     ],
 )
 def test_what_files_cannot_hold_is_refused(mtp: dict[str, Any], said: str) -> None:

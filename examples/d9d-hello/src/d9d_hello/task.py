@@ -39,7 +39,7 @@ class SmoothLM:
         return {"smooth": (microbatch["targets"] != _IGNORE).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Model inputs: all tensors of the microbatch except the targets."""
+        """Model inputs: the tokens, and positions and documents if the microbatch has them; no targets."""
         shared = {name: microbatch[name] for name in ("positions", "documents") if name in microbatch}
         return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 

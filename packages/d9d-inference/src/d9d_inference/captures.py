@@ -52,7 +52,7 @@ class Captures:
         """Run the model over microbatches; pass outputs and captures to ``outputs``. Collective over ``pp``.
 
         Raises:
-            BuildError: a named module does not run exactly once per microbatch.
+            BuildError: a named module does not run exactly once per microbatch, or returns no tensor.
         """
         if self._pipeline.ranks == 1:
             executor.evaluate(pack, lambda found, microbatch: outputs({**found, **self._taken()}, microbatch))
@@ -72,7 +72,7 @@ class Captures:
         def keep(module: nn.Module, _inputs: object, output: object) -> None:
             if not isinstance(output, Tensor):
                 raise BuildError(
-                    f"module '{name}' ({type(module).__name__}) returns no tensor; name a module that does in the task"
+                    f"module '{name}' ({type(module).__name__}) returns no tensor; name another module in the task"
                 )
             self._seen.setdefault(name, []).append(output)
 

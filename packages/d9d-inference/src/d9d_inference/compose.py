@@ -193,13 +193,15 @@ def check_data(stream: DataStream, job: InferenceConfig) -> int:
     """Check that the data can be read once and in order; return the number of samples.
 
     Raises:
-        DataError: the data cannot be read in one pass, is empty, or has rows that are cut or dropped.
+        DataError: the data cannot be read in one pass or is empty; or rows would be cut or dropped, and ``too_long`` is
+            ``error``.
     """
     facts = stream.facts
     samples = facts.get("samples")
     if not isinstance(facts.get("rows"), int) or not isinstance(samples, int):
         raise DataError(
-            f"data: '{job.data.selector}' cannot be read once and in order: it states no 'rows'; use another dataset"
+            f"data: '{job.data.selector}' cannot be read once and in order: it does not state its numbers of 'rows' "
+            "and 'samples'; use another dataset"
         )
     if not samples:
         raise DataError("data: there are no samples; give other sources, or another split")

@@ -76,6 +76,7 @@ class ManyForwards:
 
         Raises:
             BuildError: the model returns no logits.
+            NonFiniteError: logits have NaN or infinity, and the decoder's ``nonfinite`` is ``error``.
         """
         for group in groups_of(pack, self._size):
             for microbatch, found in zip(group, self._decoder.continue_all(group), strict=True):

@@ -122,7 +122,7 @@ class PartStore:
 
         Raises:
             JobError: the directory has results of another job, or an output file of unknown origin.
-            CheckpointError: a part is missing, or a file is damaged.
+            CheckpointError: a file is damaged.
         """
         before = self._read(_RECORD)
         if before is None:
@@ -173,7 +173,7 @@ class PartStore:
         chain of parts without gaps is correct, as the same samples have the same rows.
 
         Raises:
-            CheckpointError: parts are missing.
+            CheckpointError: parts are missing, or the description of a part is damaged.
         """
         # Number of samples that a chain of parts covers without gaps -> first sample and name of the chain's last part.
         before: dict[int, tuple[int, str] | None] = {0: None}
@@ -200,7 +200,7 @@ class PartStore:
         """Join all parts to the output file, and remove them.
 
         Raises:
-            CheckpointError: parts are missing.
+            CheckpointError: parts are missing, or the description of a part is damaged.
         """
         if not self.output.exists() or any(True for _ in self._named(samples)):
             parts = [self._part(first, part.samples) for first, part in self.facts(samples)]

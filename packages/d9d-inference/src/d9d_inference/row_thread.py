@@ -95,7 +95,7 @@ class RowThread:
             try:
                 if self._failure is None:
                     self._write(pack)
-            except BaseException as error:  # raised again by `put`
+            except BaseException as error:  # raised again by `check`
                 self._failure = error
             finally:
                 self._waiting.task_done()

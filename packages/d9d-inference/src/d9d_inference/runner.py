@@ -122,7 +122,8 @@ class Inference:
         Raises:
             JobError: the directory has results of another job.
             CheckpointError: rows could not be written or read.
-            NonFiniteError: a row has NaN or infinity, and the policy is ``error``.
+            NonFiniteError: a row has NaN or infinity, and the job's ``nonfinite`` is ``error``.
+            TrainingError: files written by other machines do not become visible to the main rank.
         """
         try:
             with exits_are_errors(), self.prefetcher, ExitStack() as held:

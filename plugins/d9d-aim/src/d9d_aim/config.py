@@ -30,4 +30,5 @@ class AimConfig(PluginConfig):
     system_tracking_interval: Annotated[float, Field(gt=0)] | None = 10.0
     """Seconds between samples of CPU, memory and GPU utilisation; ``null`` for none."""
     lost_run: Literal["off", "new"] = "off"
-    """Policy of a resumed job whose Aim run no longer exists: ``off`` (an error, and no tracking), or ``new``."""
+    """Policy of a resumed job whose Aim run no longer exists: ``off`` (an error, and no tracking), or ``new`` (a new
+    run)."""

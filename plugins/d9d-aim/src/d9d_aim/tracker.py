@@ -30,7 +30,7 @@ class AimTracker:
         """Start a run, or resume the run whose hash is in ``state``.
 
         Raises:
-            PluginError: the repository cannot be reached or written, or the run no longer exists.
+            PluginError: the repository cannot be opened, or the run no longer exists and ``lost_run`` is ``off``.
         """
         config = self._config
         place = config.repo or str(run.directory / "aim")

@@ -15,7 +15,10 @@ from d9d_deepep.dispatcher import DeepEPDispatcher
 
 
 class DeepEP:
-    """Strategy ``deepep``: replaces the dispatcher of every layer with experts by one shared DeepEP dispatcher."""
+    """Strategy ``deepep``: replaces the dispatchers of layers whose experts are sharded by DeepEP dispatchers.
+
+    Layers with equally many experts share a dispatcher.
+    """
 
     def __init__(self, config: DeepEPConfig) -> None:
         """Ignore the config, which has no fields."""

@@ -194,7 +194,7 @@ class DeepSeekConfig(MultiTokenConfig):
         return of_queries + of_latent + expanded + hidden * heads * self.v_head_dim
 
     def feed_forward_parameters(self, layer: int) -> int:
-        """Number of weights that one token uses: its experts and the router, or the SwiGLU of a dense layer."""
+        """Number of weights that one token uses: all its experts and the router, or the SwiGLU of a dense layer."""
         if not self.has_experts(layer):
             return 3 * self.hidden_size * self.intermediate_size
         computing = self.experts_per_token + self.num_shared_experts

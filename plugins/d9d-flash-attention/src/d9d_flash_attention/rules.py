@@ -58,7 +58,7 @@ LIBRARIES: Mapping[int, Library] = {
         {None: 256, 10: 128},
         whole=(20, "1.82 ms instead of cuDNN's 2.07: an H200, 4 x 4096, 16 heads of 128, forward and backward"),
         # Forward and backward for 14 documents in 4 x 4096 tokens: 1.07 ms (flex 1.35 ms); for 41 documents: 0.92 ms
-        # (flex 0.90 ms). A step of a 2 G model is 1 % faster than with flex.
+        # (flex 0.90 ms). A step of a model with 2 billion parameters is 1 % faster than with flex.
         documents=(BY_NAME, "used only if the job names it: as fast as flex, but one document per 64 tokens at most"),
         windows=_UNMEASURED,
         # Measured to be right on an H200, with one and several documents. Release 4.0.0b36 pads heads to 16 features;

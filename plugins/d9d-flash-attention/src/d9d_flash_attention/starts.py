@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Smallest mean document length, in tokens, that a long microbatch may have: M is the number of its tokens
-#: divided by this. M is limited, because the libraries launch work for each of M documents, and the backward of
+#: Smallest mean document length, in tokens, that a long microbatch may have: M is the microbatch's number of tokens
+#: divided by this length. M is limited, because the libraries launch work for each of M documents, and the backward of
 #: FlashAttention 4 allocates memory for each.
 SHORTEST_MEAN = 64
 #: Lower bounds of M for short samples: documents per sample, and documents in all.

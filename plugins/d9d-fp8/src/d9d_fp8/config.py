@@ -20,7 +20,8 @@ class Fp8Config(PluginConfig):
     values of a weight."""
     modules: tuple[str, ...] | None = None
     """Patterns for names of linear layers, matched against the full name or its last part, such as ``*.mlp.*`` or
-    ``q_proj``. By default, all linear layers of blocks whose sizes the recipe can divide."""
+    ``q_proj``. By default, the linear layers of all blocks, if their numbers of features are multiples of 16, or of 128
+    for ``blockwise``."""
     emulate: bool = False
     """Round operands to float8 but multiply in float32: slow, on any device."""
 

@@ -37,7 +37,7 @@ class Operand(NamedTuple):
     Attributes:
         granularity: values that share a scale.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        power_of_two: whether to round scales down to powers of two, so that scaling itself is exact.
+        power_of_two: whether to round scales up to powers of two, so that scaling itself is exact.
     """
 
     granularity: Granularity
@@ -61,6 +61,8 @@ class Quantized(NamedTuple):
 
 def quantize(matrix: Tensor, operand: Operand) -> Quantized:
     """Quantise a matrix so that the largest magnitude among values that share a scale becomes the format's largest.
+
+    With ``operand.power_of_two``, this magnitude becomes more than half of the format's largest number.
 
     A NaN or an infinity becomes NaN in the result, and may turn all values that share its scale into NaN, so that it
     stays visible.

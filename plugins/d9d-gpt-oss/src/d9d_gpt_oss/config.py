@@ -41,7 +41,7 @@ class GptOssConfig(AlternatingConfig):
     """Constant added to the mean square in every norm."""
 
     intermediate_size: int = Field(gt=0)
-    """Features inside an expert, between its two linear maps."""
+    """Features inside an expert, which its gate and up projections compute."""
 
     num_experts: int = Field(gt=0)
     """Number of experts in a layer. Hugging Face: ``num_local_experts``."""

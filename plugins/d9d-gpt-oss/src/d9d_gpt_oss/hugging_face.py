@@ -69,8 +69,8 @@ class GptOssHuggingFace(DecoderFormat[GptOssConfig]):
         """Read a config; absent fields get the defaults of transformers.
 
         Raises:
-            CheckpointError: the base class raises it, or the weights are quantised in another way than MXFP4, or two
-                fields contradict each other.
+            CheckpointError: the base class cannot read the file, the weights are quantised in another way than MXFP4,
+                or two fields contradict each other.
         """
         quantised = data.get("quantization_config")
         if isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4":

@@ -49,7 +49,7 @@ class KubernetesConfig(PluginConfig):
     kind: Literal["trainjob", "jobset"] = "trainjob"
     """Object to create: a TrainJob of Kubeflow Trainer v2, or a JobSet, which needs no Kubeflow."""
     runtime: Label = "torch-distributed"
-    """ClusterTrainingRuntime of a TrainJob; it has one replicated job ``node``."""
+    """ClusterTrainingRuntime of a TrainJob, which must have one replicated job, named ``node``."""
     namespace: Label | None = None
     """Namespace; ``null``: the namespace of kubectl's context."""
     gpus_per_node: NonNegativeInt | None = None

@@ -77,7 +77,7 @@ class KubernetesLauncher:
         if kind not in known:
             other = "jobset" if self._config.kind == "trainjob" else "trainjob"
             raise LaunchError(
-                f"the cluster has no {kind}; its administrator installs "
+                f"the cluster has no {kind}; ask its administrator to install "
                 f"{'Kubeflow Trainer' if other == 'jobset' else 'JobSet'}, or use --option kind={other}"
             )
 
@@ -106,7 +106,7 @@ class KubernetesLauncher:
         return f"{self._config.kind}/{self._config.namespace or ''}/{names[0]}"
 
     def status(self, identifier: str, folder: Path, lines: int) -> EngineStatus:  # noqa: ARG002 - Launcher
-        """Ask the cluster for the state of a job, and for the last log lines of the pod that failed, else of the first.
+        """Ask the cluster for the state of a job, and for the last log lines of the failed pod, else of the first pod.
 
         Raises:
             LaunchError: the identifier is malformed, or the cluster does not answer.
@@ -177,7 +177,7 @@ def _ended_pods(name: str, place: tuple[str, ...]) -> list[_Pod]:
 
 
 def _cause(pods: Sequence[_Pod]) -> _Pod | None:
-    """Pod that most likely failed first: one with an error in the job, else one not ended by a signal, else any."""
+    """Pod that most likely failed first: a pod with an error in the job, else a pod not ended by a signal, else any."""
     failed = [pod for pod in pods if pod.status]
     return min(failed, key=lambda pod: (pod.status != EXIT_FAILED, pod.status > _SIGNALS, pod.name), default=None)
 

@@ -99,8 +99,8 @@ class GlmConfig(DenseConfig):
         features = info.data.get("head_dim")
         if features is not None and (int(features * value) % 2 or int(features * value) == 0):
             raise ValueError(
-                f"{value:g} of head_dim = {features} are {int(features * value)} rotated features; choose a share that "
-                "gives an even number, at least 2"
+                f"{value:g} of head_dim = {features} are {int(features * value)} rotated features; choose a fraction "
+                "that gives an even number, at least 2"
             )
         return value
 

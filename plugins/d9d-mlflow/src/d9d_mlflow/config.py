@@ -18,4 +18,5 @@ class MlflowConfig(PluginConfig):
     tracking_uri: str | None = None
     """Address of the server or store, as in ``MLFLOW_TRACKING_URI``; by default the database ``<run>/mlflow.db``."""
     lost_run: Literal["off", "new"] = "off"
-    """Policy of a resumed job whose MLflow run no longer exists: ``off`` (an error, and no tracking), or ``new``."""
+    """Policy of a resumed job whose MLflow run no longer exists: ``off`` (an error, and no tracking), or ``new`` (a new
+    run)."""

@@ -42,7 +42,8 @@ class MlflowTracker:
         """Create a run, or resume the run whose id is in ``state``.
 
         Raises:
-            PluginError: the store cannot be reached or written, or the run no longer exists.
+            PluginError: the store cannot be reached or written, or the run no longer exists and ``lost_run`` is
+                ``off``.
         """
         uri = self._config.tracking_uri
         try:

@@ -56,8 +56,8 @@ class HybridConfig(MultiTokenConfig):
         features = info.data.get("head_dim")
         if features is not None and (int(features * value) % 2 or int(features * value) == 0):
             raise ValueError(
-                f"{value:g} of head_dim = {features} are {int(features * value)} rotated features; choose a share that "
-                "gives an even number, at least 2"
+                f"{value:g} of head_dim = {features} are {int(features * value)} rotated features; choose a fraction "
+                "that gives an even number, at least 2"
             )
         return value
 
@@ -86,7 +86,7 @@ class HybridConfig(MultiTokenConfig):
                 f"files of this family hold one layer for further tokens, not {value.depths}; set depths to 1"
             )
         if value.first == "hidden":
-            raise ValueError("files of this family have the embedding first; remove first")
+            raise ValueError("files of this family have the embedding first; remove 'first'")
         return value
 
     @field_validator("attention_mask")

@@ -36,7 +36,7 @@ class Qwen3MoeConfig(DecoderConfig):
     """Number of experts that compute a token."""
 
     moe_intermediate_size: int = Field(gt=0)
-    """Features inside an expert, between its two linear maps."""
+    """Features inside an expert, which its gate and up projections compute."""
 
     renormalise: bool = True
     """Divide the weights of a token's experts by their sum. Hugging Face: ``norm_topk_prob``."""
@@ -106,7 +106,11 @@ class Qwen3MoeConfig(DecoderConfig):
         return any(isinstance(balancing, BiasUpdateConfig) for balancing in self.balancing)
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
-        """Raise an error if the checkpoint has selection biases and this config has none, or the other way round."""
+        """Check that both the checkpoint and this config have selection biases, or neither.
+
+        Raises:
+            ValueError: only the checkpoint, or only this config, has selection biases.
+        """
         had = any(balancing["name"] == "bias_update" for balancing in saved.get("balancing", ()))
         if had and not self.has_selection_bias:
             raise ValueError(

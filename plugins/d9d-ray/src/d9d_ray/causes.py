@@ -19,7 +19,8 @@ _NAME = "ray-cause-{}.json"
 class Causes:
     """Writes this rank's failure to a file that all ranks read. A :class:`~d9d_engine.supervision.failure.Listener`.
 
-    A rank writes the file before it closes its connections. So other ranks, which fail because of that, find the file.
+    A rank writes the file before it closes its connections, so other ranks, which fail when a connection closes, find
+    the file.
 
     Args:
         folder: folder of the submission.

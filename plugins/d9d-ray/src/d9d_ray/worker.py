@@ -130,7 +130,7 @@ def _environment(context: TrainContext) -> ProcessEnv:
             place = [host, free.getsockname()[1]]
     host, port = broadcast_from_rank_zero(place)
     node_rank = context.get_node_rank()
-    # Ray does not tell the number of machines; with as many workers on each, it follows from the sizes.
+    # Ray does not tell the number of machines; if each has as many workers, the number follows from the sizes.
     num_nodes = max(-(-world_size // local_world_size), node_rank + 1)
     return ProcessEnv(
         rank=rank,
@@ -237,7 +237,8 @@ class Reports(Subscribes):
 def _report(values: Mapping[str, Any]) -> None:
     """Report a save to Ray. Collective over all ranks.
 
-    Ray's checkpoint is a file with the path of d9d's, which is not copied; without one, Ray would keep no values.
+    Ray's checkpoint is a file with the path of d9d's checkpoint, which is not copied. If a report had no checkpoint of
+    Ray, Ray would keep no values.
     """
     from ray.train import Checkpoint, get_context, report
 

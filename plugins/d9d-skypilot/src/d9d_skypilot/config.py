@@ -32,7 +32,7 @@ class SkyPilotConfig(PluginConfig):
     disk_gib: PositiveInt | None = None
     """Disk size of each machine in GiB; ``null``: SkyPilot's choice."""
     spot: bool = False
-    """Use machines that the cloud may take away; the job then continues on others."""
+    """Use machines that the cloud may take away; the job then continues on other machines."""
     image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")] | None = None
     """Docker image with d9d and the job's plugins; ``null``: SkyPilot's image, on which ``setup`` installs them."""
     volume: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None

@@ -81,7 +81,7 @@ class SkyPilotLauncher:
         return name
 
     def status(self, identifier: str, folder: Path, lines: int) -> EngineStatus:  # noqa: ARG002 - Launcher
-        """Ask SkyPilot about a job, and for the last lines of the first machine.
+        """Ask SkyPilot about a job, and for the last log lines of the first machine.
 
         Raises:
             LaunchError: the identifier is malformed, or SkyPilot does not answer.

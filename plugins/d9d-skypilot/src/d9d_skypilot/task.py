@@ -103,7 +103,8 @@ def run_script(config: SkyPilotConfig, request: LaunchRequest) -> str:
     options = request.command[request.command.index(str(request.job_file)) + 1 :]
     if "--plugin" in options:
         raise LaunchError(
-            "--plugin: the machines do not have files of this one; put the plugin into a package of setup"
+            "--plugin: the machines do not have files of this machine; put the plugin into a package that setup "
+            "installs"
         )
     job = base64.b64encode(request.job.encode()).decode()
     if len(job) > _LARGEST:

@@ -40,7 +40,7 @@ class Balance(BalancedRouter):
         padding: bool [T], padded positions of all ranks of ``tp``, which are not counted; ``None`` without padding.
 
     Raises:
-        BuildError: two balancers add the same term, or the router has no selection bias to update.
+        BuildError: two balancers add the same term or update the bias, or the router has no selection bias to update.
     """
 
     def __init__(

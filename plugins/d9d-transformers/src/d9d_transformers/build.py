@@ -41,7 +41,7 @@ def build(config: TransformersConfig, stage: Stage) -> TransformersModel:
     if config.balancing is None and getattr(native.config, "output_router_logits", False):
         raise BuildError(
             "model.config: output_router_logits asks transformers for its auxiliary loss, which d9d replaces by its "
-            "own; set model.balancing, such as [{name: auxiliary_loss, coefficient: 0.001}], or [] to train without"
+            "own; set model.balancing, such as [{name: auxiliary_loss, coefficient: 0.001}], or [] for no such loss"
         )
     balancing = None if config.balancing is None else build_balancers(config.balancing)
     return TransformersModel(native, parts_of(config), stage, balancing)

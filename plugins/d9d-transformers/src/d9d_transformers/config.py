@@ -88,7 +88,7 @@ class TransformersConfig(ModelConfig):
         """Config with other sizes; lists with an entry for each layer keep at least one entry of each kind.
 
         Raises:
-            ValueError: the config is invalid.
+            CheckpointError: transformers has no such type, or refuses the config.
         """
         fields, known = {**self.config, **sizes}, self.sizes()
         if _GROUPS in sizes and known.get(_GROUPS) == known.get(_HEADS):

@@ -30,7 +30,7 @@ from d9d_transformers.library import base_of, conversions, native_config, native
 _INDEX = "*"
 
 
-#: Names of a language model inside the files of a larger model, and of the model's own head.
+#: Name prefixes of a language model's tensors in the files of a larger model, and the name prefix of its head there.
 _INSIDE = ("language_model.model", "model.language_model", "model.text_model")
 _HEAD_INSIDE = "language_model"
 #: Regular expression, in a tuple, that matches every tensor name.
@@ -111,7 +111,7 @@ def exporter(config: TransformersConfig) -> Mapper:
 
 
 def adapter_names(config: TransformersConfig) -> Mapper:
-    """Mapper from the model's names to the names in adapters: those in the larger model, if any, else in files."""
+    """Mapper from the model's names to the names in adapters: names in the larger model, or without one, in files."""
     if config.container is None:
         return exporter(config)
     register()

@@ -50,7 +50,7 @@ def _check(model: Anatomy, share: Share) -> None:
     """Check that the model can be split over the ranks of ``tp``, ``cp`` and ``ep``.
 
     Raises:
-        BuildError: it cannot.
+        BuildError: the model cannot be split over these ranks.
     """
     tp, cp, ep = share.tensor, share.context, share.experts
     if share.length % (tp * cp):
@@ -121,7 +121,7 @@ def _layer(model: Anatomy, kind: int, share: Share) -> BlockCost:
 
 
 def _unfused(model: Anatomy, kind: int, share: Share) -> Iterator[OpCost]:
-    """Cost of the intermediate tensors that transformers' norms and rotations write in eager mode; compiled: none."""
+    """Cost of the intermediate tensors that transformers' norms and rotations write in eager mode; none if compiled."""
     if share.compiled:
         return
     whole = replace(share, tensor=1, context=1, experts=1)

@@ -34,7 +34,8 @@ def parts_of(config: TransformersConfig) -> Parts:
     """Find facts about the classes of a model's modules by runs of a small model.
 
     Raises:
-        BuildError: the small model cannot be built or run, or a token changes results at earlier positions.
+        BuildError: the small model cannot be built or run, a token changes results at earlier positions, or a layer
+            reads tensors besides the previous layer's hidden states.
     """
     return _parts_of(config.model_dump_json())
 

@@ -67,9 +67,9 @@ def examine(base: Any, parts: Parts) -> Structure:
         parts: facts about the classes of its modules.
 
     Raises:
-        BuildError: d9d cannot train the model: it has no list of layers that map a tensor to a tensor, its forward
-            fails on the meta device, the parameters of a module are used without a call of the module, or it is unknown
-            whether a sub-module of a layer mixes tokens.
+        BuildError: d9d cannot train the model. For example, the model has no list of layers that map a tensor to a
+            tensor and run in order, its forward fails on the meta device, the parameters of a module are used without a
+            call of the module, or it is unknown whether a sub-module of a layer mixes tokens.
     """
     name, layers = layer_list(base)
     names: dict[nn.Parameter, str] = {}
@@ -91,7 +91,7 @@ def examine(base: Any, parts: Parts) -> Structure:
     if idle := sorted(set(outside) - set(order)):
         raise BuildError(
             f"model.config: the parameters of {', '.join(idle)} are used outside of their modules, so d9d cannot "
-            "train it"
+            "train the model"
         )
     mixing = tuple(_mixing(base, listed, parts, attention))
     first, last = order.index(listed[0]), order.index(listed[-1])

@@ -37,7 +37,8 @@ class WandbTracker:
         """Start a run, or resume the run whose id is in ``state``.
 
         Raises:
-            PluginError: the directory cannot be written, no user is logged in, or the run no longer exists.
+            PluginError: the directory cannot be written, or the run no longer exists and ``lost_run`` is ``off``.
+            wandb.errors.UsageError: no user is logged in.
         """
         directory = self._config.dir or run.directory
         try:

@@ -30,7 +30,8 @@ class FoundModel:
     Attributes:
         directory: directory with ``config.json`` and the weights.
         adapter: directory of an adapter; ``None`` without one.
-        origin: text that identifies the model: it is different for changed files.
+        origin: text that identifies the model: directory, names, sizes and modification times of its files; or the
+            location of the checkpoint that was exported.
     """
 
     directory: Path

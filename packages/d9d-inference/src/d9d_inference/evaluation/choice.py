@@ -23,7 +23,8 @@ def choose_checkpoint(store: CheckpointStore, which: Which, warn: Callable[[str]
         warn: called with a text on the first rank.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or is damaged.
+        CheckpointError: the checkpoint does not exist or is damaged; or ``best`` is wanted, but the job does not define
+            the best checkpoint.
     """
     if which == "newest":
         return store.newest(warn)

@@ -27,10 +27,10 @@ def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         path: path of the file.
-        like: data section of the job, whose tokenizer and length are used.
+        like: data section of the job; its fields that apply to any file, such as tokenizer and length, are used.
 
     Raises:
-        JobError: the file cannot be read, or its records are of another kind.
+        JobError: the file cannot be read, is empty, or has records of another kind; or the job trains its tokenizer.
     """
     structured = path.suffix in (".jsonl", ".ndjson")
     try:
@@ -45,16 +45,15 @@ def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
         try:
             record = parse_json(line)
         except ValueError as error:
-            raise JobError(f"--data: {path}:1: the first record is not JSON: {error}; correct it") from error
+            raise JobError(f"--data: {path}: the first record is not JSON: {error}; correct it") from error
         present = record.keys() if isinstance(record, dict) else ()
         if "messages" in present or {"prompt", "completion"} <= set(present):
             name, fields = "chat", {}
         elif "text" not in present:
             has = ", ".join(map(str, list(present)[:20])) or "no fields"
             raise JobError(
-                f"--data: the record {path}:1 has {has}; give records with text, messages, or prompt and completion, "
-                "or describe "
-                "the data in a job's evaluation section (--like JOB)"
+                f"--data: the first record of {path} has {has}; give records with text, messages, or prompt and "
+                "completion, or describe the data in a job's evaluation section (--like JOB)"
             )
     chat_only = {"template_arguments", "loss", "tool_arguments"}
     kept = {key: like[key] for key in _KEPT if key in like and (name == "chat" or key not in chat_only)}

@@ -62,7 +62,8 @@ class SampleLosses:
             )
         if not (np.isfinite(self.sums).all() and np.isfinite(other.sums).all()):
             raise DataError(
-                f"{where}: one of the models has a loss that is not finite, so the losses cannot be compared; check it"
+                f"{where}: one of the models has a loss that is not finite, so the losses cannot be compared; check "
+                "this model"
             )
         coefficients = np.asarray([*self.coefficients.values()], dtype=np.float64)
         return compare(self.sums, other.sums, self.weights, coefficients, confidence)

@@ -28,7 +28,8 @@ def chat(
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended the conversation; the text has the number of replies.
-        DataError: the conversation is longer than the model's positions.
+        DataError: the conversation is longer than the model's positions, or the chat template rejects it.
+        BuildError: the model cannot generate with these settings.
     """
     messages: list[Mapping[str, Any]] = []
     replies = 0

@@ -41,7 +41,8 @@ class SamplesConfig(PluginConfig):
     """Seed of the sampling, combined with the step."""
 
     stop: list[NonNegativeInt] | None = None
-    """Token ids that end a text; by default from ``model.pretrained``, or else from the data."""
+    """Token ids that end a text; by default the end-of-text tokens of ``model.pretrained``, or else of the data, and
+    the stop tokens that the data trains."""
 
     rows: PositiveInt = 8
     """Number of prompts in one forward, whose padded logits are in memory at once."""

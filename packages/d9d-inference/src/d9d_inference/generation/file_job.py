@@ -52,7 +52,8 @@ class FileJob:
         """Check, before a model is loaded, that the output can be written.
 
         Raises:
-            DataError: the output exists, its directory does not exist, or another command left an unfinished output.
+            DataError: the output exists, its directory does not exist, or an unfinished output is of another command or
+                damaged.
         """
         if self.output.is_dir() or not self.output.parent.is_dir():
             raise DataError(f"--output: {self.output} cannot be a file there; name one in a directory that exists")
@@ -74,7 +75,8 @@ class FileJob:
             note: prints a line.
 
         Raises:
-            DataError: another command is writing this output.
+            CheckpointError: another command is writing this output.
+            DataError: an unfinished output is of another command or damaged.
             BuildError: the model cannot generate.
         """
         lock = self.output.with_name(f".{self.output.name}.lock")

@@ -104,7 +104,7 @@ def generation_settings(assignments: Sequence[str], library: Any) -> dict[str, A
         if not equals or name not in known:
             near = closest(name, known)
             hint = f"did you mean '{near}'?" if near else "write FIELD=VALUE, such as num_beams=1"
-            raise JobError(f"--generation {assignment}: no field of a generation config; {hint}")
+            raise JobError(f"--generation {assignment} is not FIELD=VALUE with a field of GenerationConfig; {hint}")
         found[name] = read_yaml(text, f"--generation {name}")[0]
     return found
 
@@ -183,7 +183,9 @@ class LanguageModel:
             raw: whether to continue a text without the chat template.
 
         Raises:
-            DataError: the prompt needs a chat template but there is none, or the template rejects the prompt.
+            DataError: the prompt needs a chat template but there is none, the template rejects the prompt, or the
+                prompt has no token.
+            CheckpointError: the chat template is malformed.
         """
         tools = tools if prompt.tools is None else prompt.tools
         if prompt.text is not None and (raw or not self.has_template):
@@ -465,7 +467,7 @@ def _adapter_config(peft: Any, adapter: Path) -> Any:
     if not (adapter / ADAPTER_FILES.weights).is_file():
         raise CheckpointError(
             f"{adapter} has no {ADAPTER_FILES.weights}; other formats, such as adapter_model.bin, are pickles, which "
-            "can run code, so they are not read: convert it to safetensors"
+            "can run code, so they are not read: convert the weights to safetensors"
         )
     file = adapter / ADAPTER_FILES.config
     fields = bounded_fields(read_object(str(file), read_regular(file, links="near")), str(file))

@@ -1,4 +1,4 @@
-"""Import of optional libraries, which are not installed with d9d-engine."""
+"""Import of optional libraries, which are not installed with d9d-inference."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ class Prompt:
     """Prompt of one completion.
 
     Attributes:
-        where: ``file:line``, for messages.
-        fields: all fields of the line.
+        where: origin of the prompt, such as ``file:line``, for error messages.
+        fields: all fields of the line; empty for prompts that are not from a file.
         text: text to continue or answer; ``None`` if there are messages.
         messages: conversation to answer; each message has ``role`` and ``content``.
         tools: schemas of tools that the model may call; ``None`` for the command's tools.

@@ -52,6 +52,9 @@ def ends_of_text(job: BaseJob, facts: Mapping[str, Any]) -> frozenset[int]:
     Args:
         job: job with the location of pretrained weights.
         facts: facts that the data stream states; ``eos_token_id`` and ``stop_token_ids`` are used.
+
+    Raises:
+        DataError: a config file of the pretrained model cannot be read.
     """
     candidates = [facts.get("eos_token_id")]
     for directory in _directories(job):

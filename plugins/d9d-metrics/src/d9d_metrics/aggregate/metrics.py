@@ -36,7 +36,7 @@ class Aggregate(AccumulatedMetric):
         """Values in float64 (float32 on MPS), and a bool mask of the selected values; ``None`` if all are selected.
 
         Raises:
-            JobError: an observation is missing, or the mask has another shape than the values.
+            JobError: an observation is missing, or the mask has a floating-point dtype or does not fit the values.
         """
         config, name = self.config, self.config.selector
         values = read(observations, config.values, name)
@@ -106,7 +106,7 @@ class WeightedMean(Aggregate):
         """Add the values of one microbatch.
 
         Raises:
-            JobError: the weights have another shape than the values.
+            JobError: an observation is missing, or the shape of the mask or of the weights does not fit the values.
         """
         values, mask = self.values(observations)
         name = self.config.selector

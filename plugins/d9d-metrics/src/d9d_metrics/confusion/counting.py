@@ -13,7 +13,8 @@ from torch import Tensor
 from d9d_metrics.observations import IGNORE
 
 #: Numbers of samples of a microbatch, int64. Per class [C]: ``hits`` (predicted rightly), ``predicted`` and ``actual``.
-#: ``total``: samples that are not ignored, [C] or 0-d; ``outside``: targets that are not a class, 0-d.
+#: ``total``: samples that are counted, [C] or 0-d; ``outside``: samples that are not counted, because the target, or a
+#: prediction that is given as an integer, is not a class, 0-d.
 Counts = Mapping[str, Tensor]
 
 

@@ -35,8 +35,8 @@ class ConfusionMetric(AccumulatedMetric):
 
     Counts are int64. Averages of a multiclass problem skip classes that neither occur nor are predicted; averages of a
     multilabel problem include all labels. A statistic with denominator zero has the value ``zero_division``. All values
-    are NaN before the first sample. They also become NaN after a target that is not a class, because raising an error
-    would make the host wait for the GPU.
+    are NaN before the first sample. They also become NaN after a target or an integer prediction that is not a class,
+    because raising an error would make the host wait for the GPU.
 
     Args:
         config: config of the metric.
@@ -81,7 +81,7 @@ class ConfusionMetric(AccumulatedMetric):
             self[name].to(wide_dtype(self[name].device)) for name in ("hits", "predicted", "actual")
         )
         counts = Confusion(hits, predicted - hits, self["total"] - predicted - actual + hits, actual - hits)
-        # ``known`` is added to every value: NaN before the first sample or after a target that is no class, else zero.
+        # ``known`` is added to every value: NaN before the first sample or after an invalid class, else zero.
         known = torch.where((self["outside"] > 0) | (self["total"].sum() == 0), torch.nan, 0.0)
         values: dict[str, Tensor | Vector] = {}
         for statistic in self.config.statistics:

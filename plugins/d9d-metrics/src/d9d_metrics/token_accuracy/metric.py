@@ -28,7 +28,7 @@ class TokenAccuracy(AccumulatedMetric):
         self.config = config
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Count the targets of one microbatch, and those among the k most probable tokens.
+        """Count the targets of one microbatch, and the targets among the k most probable tokens.
 
         Raises:
             JobError: the task does not give the observation of the ranks.

@@ -102,7 +102,10 @@ class DispatchInFlight:
         return self.plan.slots[: sum(self.sizes.sent)].clamp(min=0)
 
     def _exchange_counts(self) -> HostNumbers | None:
-        """Exchange the row counts of ranks and experts, and start to copy to the host the counts that it needs."""
+        """Exchange the row counts of ranks and experts, and start the copy of the counts that the host needs.
+
+        Returns ``None`` with padding, because the host then needs no counts.
+        """
         plan, routing, ranks = self.plan, self._routing, self._ranks
         shapes = (*routing.indices.shape, routing.limit or 0)
         heads = [plan.tokens] if plan.padded is None else [torch.full_like(plan.tokens, number) for number in shapes]

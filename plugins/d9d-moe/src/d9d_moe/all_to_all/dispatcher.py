@@ -61,6 +61,9 @@ class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
         """Start the dispatch of tokens [T, H] to their experts. Collective over the group.
 
         With ``routing.limit``, all ranks must have the same T, k and limit; the values are compared on the device.
+
+        Raises:
+            ValueError: the routing has another number of experts than the dispatcher.
         """
         if len(routing.counts) != self.experts:
             raise ValueError(

@@ -18,7 +18,7 @@ from d9d_moe.router.routing import TopKRouting
 
 
 class SeparateDispatcher:
-    """Separate all-to-all dispatcher: the token's rank sums the experts' outputs, in the order of a single process.
+    """Dispatcher of single choices by all-to-all: a token's rank sums the experts' outputs in the order of one process.
 
     :class:`AllToAllDispatcher` sums the outputs of a rank's experts before it sends them back, so the order of the sum
     depends on the placement of experts. This dispatcher sends each of the T * k choices as a token with one expert: k
@@ -58,7 +58,7 @@ class SeparateDispatcher:
 
 
 class SeparateHandle(NamedTuple):
-    """Handle of a dispatch of separate choices.
+    """Handle of a dispatch of single choices.
 
     Attributes:
         inner: handle of the inner dispatch of the T * k choices.

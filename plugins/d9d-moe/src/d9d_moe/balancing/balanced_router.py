@@ -130,7 +130,7 @@ class BalancedRouter(nn.Module):
     def collectives_everywhere(
         self, step: StepShape, context: ContextShare | None, chosen: int
     ) -> Sequence[ContextCall]:
-        """List the collectives of :meth:`everywhere`, for ``chosen`` experts per token; none without losses."""
+        """Collectives of :meth:`everywhere`, for ``chosen`` experts per token; none without losses or ``cp``."""
         if context is None or not self.loss_terms():
             return ()
         ranks = context.ranks

@@ -25,7 +25,8 @@ class AuxiliaryLossConfig(BalancingConfig):
     name: Literal["auxiliary_loss"] = "auxiliary_loss"
     """Selects this balancing."""
     scope: Literal["sequence", "batch"] = "sequence"
-    """Unit to balance: each sample, or each rank's microbatch, which depends on the division of the batch."""
+    """``sequence``: balance the experts within each sample. ``batch``: within each rank's microbatch, so results depend
+    on the layout."""
     coefficient: _Positive
     """Factor of this loss term; each layer contributes 1 to the term if its experts are used equally."""
 

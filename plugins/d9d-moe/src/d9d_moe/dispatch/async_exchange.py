@@ -52,7 +52,8 @@ class AsyncExchange:
         tensors: tensors that may have gradients.
         saved: tensors that ``to_gradients`` needs. All other objects to which ``to_gradients`` refers must be small,
             and the same when activation checkpointing recomputes the forward.
-        to_gradients: function of the received tensors and ``saved`` that returns the gradient of each of the tensors.
+        to_gradients: function of the tensors received in the backward and of ``saved``: returns the gradients of
+            ``tensors``.
     """
 
     __slots__ = ("_link", "_tensors")

@@ -18,7 +18,7 @@ def compute_with_local_banks(bank: nn.Module) -> None:
     Args:
         bank: module that owns parameters, each sharded over ranks in dimension 0; its children are not changed.
     """
-    # A bound method: Dynamo guards on the identity of other callables, and would recompile for every block.
+    # A bound method: Dynamo guards on the identity of other callables, and would recompile for every layer.
     replaced: Callable[..., Any] = LocalBanks(bank, bank.forward).__call__
     bank.forward = replaced
 

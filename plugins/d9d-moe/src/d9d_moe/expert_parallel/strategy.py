@@ -42,7 +42,8 @@ class ExpertParallel:
         """Turn expert weights into DTensors and replace dispatchers. Collective over all ranks.
 
         Raises:
-            BuildError: ``ep`` does not divide the number of experts, or the model has no experts.
+            BuildError: ``ep`` does not divide the number of experts, the matched modules have no experts, or the
+                parameters of a layer have different numbers of experts.
         """
         mesh, group = topology.mesh(VIEW, "ep"), topology.group(VIEW, "ep")
         assert group is not None  # a topology with a mesh has this group

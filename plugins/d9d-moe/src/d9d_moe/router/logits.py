@@ -19,7 +19,7 @@ def bfloat16_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     """Logits ``tokens @ weight.T`` in float32.
 
     In the backward, the float32 gradient of the logits enters the products as the sum of two bfloat16 tensors, which
-    keeps 16 significant bits: more than twice as many as the resulting gradients have.
+    keeps at least 16 significant bits: twice as many as the resulting gradients have.
 
     Args:
         tokens: bfloat16 [T, H].

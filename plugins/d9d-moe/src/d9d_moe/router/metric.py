@@ -45,7 +45,7 @@ class RouterMetric:
         self._empty = True
 
     def attach(self, stage: nn.Module) -> None:
-        """Find the routers of a stage.
+        """Find the routers of the full model, which is passed as ``stage``.
 
         Raises:
             BuildError: the model has no routers.
@@ -75,7 +75,7 @@ class RouterMetric:
         """Add the tallies of one microbatch; a pipeline stage provides the tallies of its own routers.
 
         Raises:
-            JobError: there are no tallies of a router.
+            JobError: the observations have no tallies of any router.
         """
         device = self._meet(observations)
         width = self._state["expert_tokens"].shape[1]

@@ -50,8 +50,8 @@ class TopKRouter(BalancedRouter):
         balancing: balancers of the router; see :mod:`d9d_moe.balancing`.
         capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, T without
             padding; further rows are dropped (:func:`~d9d_moe.router.selection.over_capacity`), after weights were
-            renormalised. Which rows are dropped depends on the layout, because the layout
-            determines which samples share a microbatch and a rank.
+            renormalised. Which rows are dropped depends on the layout, because the layout determines which samples
+            share a microbatch and a rank.
 
     Raises:
         BuildError: the numbers of experts, choices and groups, or the balancers, do not fit together.

@@ -42,7 +42,8 @@ class TorchOptimizer(NamedOptimizer):
 
     Raises:
         JobError: the path names no such class, or an argument does not fit.
-        BuildError: the class has state that a checkpoint cannot hold or a gate cannot select.
+        BuildError: the class has state that a checkpoint cannot hold or a gate cannot select, its first step makes
+            state from the gradient, or a step on zeros fails.
     """
 
     def __init__(self, config: TorchConfig, parameters: Mapping[str, nn.Parameter]) -> None:

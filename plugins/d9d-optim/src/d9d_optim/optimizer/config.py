@@ -195,8 +195,8 @@ class MuonConfig(OptimizerConfig):
     lr: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Base learning rate of matrices; the schedule's factor and a group's ``lr_scale`` multiply it."""
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Decoupled weight decay of all matrices (two or more dimensions, no biases), also of AdamW's: a step multiplies it
-    by the learning rate of the matrix, before ``adjust_lr``."""
+    """Decoupled weight decay of all matrices (two or more dimensions, no biases), also of matrices that AdamW updates.
+    A step multiplies it by the learning rate of the matrix, without the factor of ``adjust_lr``."""
     momentum: Beta = 0.95
     """Fraction of the average of gradients that is kept per step."""
     nesterov: bool = True
@@ -208,8 +208,9 @@ class MuonConfig(OptimizerConfig):
     eps: float = Field(default=1e-7, gt=0, allow_inf_nan=False)
     """Lower bound of the norm by which a matrix is divided before the iterations."""
     adjust_lr: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "original"
-    """Factor on the learning rate for a matrix of rows x columns: ``sqrt(max(1, rows / columns))``;
-    ``0.2 sqrt(max(rows, columns))``, for which AdamW's learning rates fit; or ``sqrt(rows / columns)``."""
+    """Factor on the learning rate for a matrix of rows x columns. ``original``: ``sqrt(max(1, rows / columns))``.
+    ``match_rms_adamw``: ``0.2 sqrt(max(rows, columns))``, for which AdamW's learning rates fit.
+    ``spectral_unclamped``: ``sqrt(rows / columns)``."""
     adamw: AdamWPart = AdamWPart()
     """Settings of the parameters that AdamW updates: all but the matrices of hidden layers."""
 

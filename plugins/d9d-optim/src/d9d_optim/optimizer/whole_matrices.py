@@ -1,6 +1,7 @@
 """Functions of whole matrices that are sharded over ranks.
 
-A matrix sharded over one mesh dimension is gathered and computed on one rank; over several dimensions, on each rank.
+A matrix sharded over one mesh dimension is gathered and computed on one rank; a matrix sharded over several mesh
+dimensions, or in another order than the ranks', is gathered and computed on each rank.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def map_matrices(
     Collective over the ranks that shard a tensor. In a round, each of W ranks gathers one of W tensors, applies the
     function and scatters the result, with two all-to-alls. All ranks must pass the same tensors in the same order.
     Tensors whose matrices are whole on this rank need no communication: replicated matrices, which each rank computes,
-    and stacks that are sharded between their matrices. A matrix that is sharded over several mesh dimensions is
-    gathered and computed by every rank.
+    and stacks that are sharded between their matrices. A matrix that is sharded over several mesh dimensions, or in
+    another order than the ranks', is gathered and computed by every rank.
 
     Args:
         parts: local shards of equal dtype, [rows, columns] or [matrices, rows, columns].
@@ -81,7 +82,8 @@ def _sorted_out(layouts: Sequence[Tensor]) -> tuple[_Rounds, set[int]]:
 
     The first result maps (process group, sharded dim, number of dimensions) to rounds: lists of at most as many tensors
     as ranks, each computed by one rank. The second result has the tensors that every rank computes, because they are
-    sharded over several mesh dimensions. The matrices of all other tensors are whole on this rank.
+    sharded over several mesh dimensions or in another order than the ranks'. The matrices of all other tensors are
+    whole on this rank.
     """
     shared: dict[tuple[dist.ProcessGroup, int, int], list[int]] = {}
     everywhere = set()

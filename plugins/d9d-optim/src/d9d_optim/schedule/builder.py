@@ -38,7 +38,7 @@ class PiecewiseBuilder:
             options: ``power`` or ``floor`` of the curve.
 
         Raises:
-            JobError: a value is invalid, or the phase ends after the run.
+            JobError: a value is invalid, or the previous phase covers the rest of the run.
         """
         return self._with(steps=steps, to=to, curve=curve, **options)
 

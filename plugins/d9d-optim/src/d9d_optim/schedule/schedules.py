@@ -76,7 +76,7 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, total_steps: int) -> Lr
 
 
 def inverse_sqrt(config: InverseSqrtConfig, total_steps: int) -> LrSchedule:
-    """Linear warm-up for ``warmup_steps``, then ``sqrt(warmup_steps / step)``, counted from 1.
+    """Linear warm-up for ``warmup_steps``, then ``sqrt(warmup_steps / step)``, where steps count from 1.
 
     Vaswani et al. 2017, Attention Is All You Need, equation 3, with the peak as base learning rate.
 
@@ -96,7 +96,7 @@ def _warmed_up(warmup_steps: int, total_steps: int, decay: Phase) -> Chain:
     """Make a chain of a linear warm-up from 0 to 1 and a decay over the remaining steps."""
     if warmup_steps >= total_steps:
         raise JobError(
-            f"lr_schedule.warmup_steps is {warmup_steps}, but the run has {total_steps} steps; "
+            f"lr_schedule: the warm-up takes {warmup_steps} steps, but the run has {total_steps}; "
             f"use at most {total_steps - 1}, or warmup_fraction: 0.1, or train longer"
         )
     falls = place(warmup_steps, total_steps, 1.0, decay)
@@ -154,7 +154,8 @@ def piecewise(config: PiecewiseConfig, total_steps: int) -> LrSchedule:
     """Piecewise schedule: places the phases in the run.
 
     Raises:
-        JobError: the phases are longer or shorter than the run, or a phase gets no step.
+        JobError: the phases are longer or shorter than the run, a phase gets no step, or a user's curve cannot be
+            imported or returns an invalid factor.
     """
     pieces: list[PlacedPhase] = []
     first, begin = 0, config.start

@@ -24,9 +24,12 @@ _LENGTHS = ("total_steps", "T_max")
 def torch_scheduler(config: TorchScheduleConfig, total_steps: int) -> LrSchedule:
     """Schedule from a torch scheduler, which is stepped through the whole run once, with a base learning rate of 1.
 
+    The scheduler is stepped when a factor is first read, so a call of the schedule raises a ``JobError`` if a later
+    factor is negative or not finite.
+
     Raises:
-        JobError: the path names no such class, the class depends on more than the step, an argument does not fit, or a
-            factor is negative or infinite.
+        JobError: the path names no such class, the class depends on more than the step, an argument does not fit, or
+            the first factor is negative or not finite.
     """
     found = _scheduler_class(config)
     factors = _factors(found, _arguments(found, config, total_steps), config.target)

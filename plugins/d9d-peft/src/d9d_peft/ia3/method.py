@@ -118,7 +118,11 @@ class Ia3:
         return self._config.init_from
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
-        """Contents of ``adapter_config.json``; see :class:`d9d_weights.hugging_face.adapter.AdapterFormat`."""
+        """Contents of ``adapter_config.json``; see :class:`d9d_weights.hugging_face.adapter.AdapterFormat`.
+
+        Raises:
+            CheckpointError: the weight of a layer is not one tensor in published files.
+        """
         modules = _modules(stage, published)
         inputs = {name for name, _, scale in _scales(stage) if scale.of_inputs}
         return {
@@ -130,7 +134,11 @@ class Ia3:
         }
 
     def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
-        """Mapper from the scales to the tensors of an adapter file, where they have the shape [O, 1] or [1, I]."""
+        """Mapper from the scales to the tensors of an adapter file, where they have the shape [O, 1] or [1, I].
+
+        Raises:
+            CheckpointError: the weight of a layer is not one tensor in published files.
+        """
         modules = _modules(stage, published)
         return Parallel(
             *(

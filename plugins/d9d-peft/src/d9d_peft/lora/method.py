@@ -117,7 +117,8 @@ class Lora:
         """Check the config of an adapter to start from.
 
         Raises:
-            CheckpointError: the adapter is of another method, or a rank or scale differs.
+            CheckpointError: the adapter is of another method, has another rank or scale, or has features that this
+                method does not support.
         """
         files.check_config(self._config, config_json, names)
         files.check_patterns(self._config, config_json, self._files_of(stage, published))

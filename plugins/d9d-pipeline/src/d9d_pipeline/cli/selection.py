@@ -62,7 +62,7 @@ def by_name(registry: Registry, name: str, overrides: Sequence[str]) -> Selected
     """Select a schedule of an installed plugin.
 
     Raises:
-        PluginError: no schedule or several have this name, or the schedule does not load.
+        PluginError: no schedule has this name, or several have it; or the schedule does not load.
         JobError: a field does not exist, or its value is invalid.
     """
     entry = registry.find("schedule", name)
@@ -80,6 +80,7 @@ def from_job(path: str, overrides: Sequence[str], files: Sequence[Path]) -> Sele
 
     Raises:
         JobError: the file is invalid, or names no schedule.
+        PluginError: the schedule does not load.
     """
     job = JobFile.load(path, overrides=overrides, policy=PluginPolicy(files=tuple(files)))
     if job.pipeline is None:

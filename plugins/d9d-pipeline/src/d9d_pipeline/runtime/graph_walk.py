@@ -41,8 +41,8 @@ class DividedGraph:
 
     Attributes:
         due: leaf tensors with gradients due in the input phase.
-        at_once: leaf tensors in ``due`` that the caller wanted to defer, but whose gradients a custom Function computes
-            together with others.
+        at_once: leaf tensors in ``due`` that the caller wanted to defer, but whose gradients are computed by a custom
+            Function, or flow through one.
         sides: late sides, approximately in the order in which a backward reaches them.
     """
 

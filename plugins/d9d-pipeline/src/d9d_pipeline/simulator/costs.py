@@ -37,7 +37,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weight", "transfer", "memory"):
             if not all(0 <= number < inf for number in _listed(getattr(self, name))):
-                raise ValueError(f"costs: {name} is {getattr(self, name)}; a time is 0 or more, and finite")
+                raise ValueError(f"costs: {name} is {getattr(self, name)}; it must be 0 or more, and finite")
         if not 0 <= self.overlap <= 1:
             raise ValueError(
                 f"costs: overlap is {self.overlap}; use a number from 0 (hide nothing) to 1 (hide the shorter half)"
@@ -48,7 +48,7 @@ class Costs:
         """Parse ``f=1,b=2,w=1,t=0.1,o=0.5``; missing costs have their default, and ``w`` is half of ``b``.
 
         Raises:
-            ValueError: a letter is unknown, or a value is not a number.
+            ValueError: a letter is unknown, a value is not a number or out of range, or ``w`` is more than ``b``.
         """
         names = {"f": "forward", "b": "backward", "w": "weight", "t": "transfer", "o": "overlap"}
         values: dict[str, float] = {}

@@ -43,7 +43,7 @@ def live(program: Program, weights: Sequence[float], training: bool = True) -> f
 
 
 def inbox(program: Program) -> int:
-    """Largest number of received tensors that no computation has used yet."""
+    """Largest number of tensors that have a posted receive and that no computation has used yet."""
     offered = most = 0
     waiting = set()
     for action in program:

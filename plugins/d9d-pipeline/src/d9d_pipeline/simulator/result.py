@@ -49,7 +49,7 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the first action of any rank to the last one."""
+        """Time from the start of the step to the end of the last action of any rank."""
         return max(self.ends, default=0.0)
 
     def spans(self, rank: int) -> Iterator[Span]:

@@ -77,11 +77,11 @@ def experts_json(config: Qwen3MoeConfig) -> dict[str, Any]:
 
 
 def experts_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of :func:`experts_json`; absent fields get the defaults of transformers.
+    """Read the fields of :func:`experts_json`; absent optional fields get the defaults of transformers.
 
     Raises:
         CheckpointError: the file contradicts itself, or a value has a wrong type.
-        KeyError: a field is missing.
+        KeyError: a required field is missing.
     """
     return {
         "intermediate_size": data["intermediate_size"],
