@@ -146,7 +146,11 @@ def test_further_settings_of_generation_are_fields_of_the_library() -> None:
 
     library = SimpleNamespace(GenerationConfig=GenerationConfig)
     assert generation_settings(["num_beams=[2, x]"], library) == {"num_beams": [2, "x"]}
-    for text, said in (("num_beam=2", "did you mean 'num_beams'?"), ("num_beams", ""), ("_hidden=1", "")):
+    for text, said in (
+        ("num_beam=2", "did you mean 'num_beams'?"),
+        ("num_beams", "write FIELD=VALUE"),
+        ("_hidden=1", ""),
+    ):
         with pytest.raises(JobError, match=f"--generation {text} is not FIELD=VALUE with a field of") as error:
             generation_settings([text], library)
         assert said in str(error.value)

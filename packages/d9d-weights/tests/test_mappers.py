@@ -6,15 +6,17 @@ import difflib
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isabstract
 
 import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
+from d9d_weights.graph import pictures
 from d9d_weights.graph.base import Mapper, Parallel, Scope, Sequential
 from d9d_weights.graph.compose import Connect, Prefix, Shard
 from d9d_weights.graph.compute import Compute
-from d9d_weights.graph.expressions import Source
+from d9d_weights.graph.expressions import Source, Value
 from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
 from d9d_weights.graph.mappers import Cast, Distribute, Gather, Identity, Rename, Squeeze, Transpose, Unsqueeze
 from d9d_weights.graph.merging import Chunk, Concatenate, Stack, Unstack
@@ -509,6 +511,14 @@ def test_the_order_does_not_depend_on_hashes() -> None:
 
 
 # --- what people see
+
+
+def test_a_picture_has_a_verb_for_each_kind_of_value() -> None:
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*map(below, kind.__subclasses__()))
+
+    kinds = {kind.__name__ for kind in below(Value) if kind.__module__.startswith("d9d") and not isabstract(kind)}
+    assert kinds - {"Source"} == set(pictures._VERBS)
 
 
 def test_graphs_print_as_text_and_as_a_picture() -> None:

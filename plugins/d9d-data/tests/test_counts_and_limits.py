@@ -116,6 +116,8 @@ def test_more_than_one_record_in_a_hundred_that_loses_tokens_is_a_warning() -> N
     assert list(losses(Tally(cut=10, **counts), limit, RECORDS)) == [line]
     assert list(losses(Tally(cut=10, incomplete=3, **counts), limit, RECORDS)) == [f"{line}; in 3 a reply was cut"]
     assert list(losses(Tally(cut=10, incomplete=3, **counts), limit, Words("records"))) == [line]
+    (cut,) = losses(Tally(cut=50, **counts), limit, RECORDS, choosable=False)
+    assert cut.endswith("; use a larger sequence_length")
     (cut,) = losses(Tally(cut=11, **counts), limit, RECORDS)
     assert cut.startswith("warning: cut 11 of 1,000 records")
     assert cut.endswith("with the dataset's field too_long")

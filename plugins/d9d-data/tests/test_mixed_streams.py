@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -337,14 +338,17 @@ def test_batches_that_give_each_rank_whole_blocks_are_named() -> None:
     assert _block_size(Layout(64, 2, 0, 2), None) == 8
     assert _block_size(Layout(1024, 2, 0, 2), None) == 16
     assert _block_size(Layout(96, 2, 0, 3), None) == 4
+    for ranks, count in itertools.product((1, 2, 4, 8), range(1, 70)):
+        if count % ranks == 0:  # these ranks always have whole blocks, of the same size
+            assert _block_size(Layout(count, 1, 0, ranks), None) == _block_size(Layout(count, 1, 0, 1), None)
     with pytest.raises(DataError) as caught:
-        _block_size(Layout(102, 2, 0, 3), None)
+        _block_size(Layout(96, 2, 0, 16), None)
     assert str(caught.value) == (
         "batch.size: one pass over the data sorts blocks of 4 samples by length, so the samples of a rank must be a "
-        "multiple of 4; a batch of 102 over 3 ranks gives 34 to each; use a batch of 96 or 108, or set bucket_window "
+        "multiple of 4; a batch of 96 over 16 ranks gives 6 to each; use a batch of 256, or set bucket_window "
         "of this data to 2, which disables sorting"
     )
-    assert _block_size(Layout(102, 2, 0, 3), 2) == 2
+    assert _block_size(Layout(96, 2, 0, 16), 2) == 2
 
 
 # --- users' datasets

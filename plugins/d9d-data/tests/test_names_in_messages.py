@@ -55,7 +55,7 @@ def test_a_pair_and_a_record_of_tokens_show_twenty_of_their_fields() -> None:
         assert str(error.value) == f"a.jsonl:7 has no field 'input_ids' (it has {shown}); give a list of numbers"
     with pytest.raises(DataError) as error:
         tokens._numbers(record(input_ids=[1, 2, "x" * 41]), "input_ids")
-    assert str(error.value) == f"a.jsonl:7: input_ids[2] is {'x' * 40}; give whole numbers"
+    assert str(error.value) == f"a.jsonl:7: input_ids[2] is {'x' * 40}; give whole numbers of at most 64 bits"
 
 
 def test_a_conversation_shows_twenty_of_its_fields_and_little_of_their_values() -> None:

@@ -80,7 +80,7 @@ class Unsorted:
 
 def test_ranks_without_whole_blocks_are_refused_with_sizes_that_fit() -> None:
     with pytest.raises(
-        DataError, match=r"blocks of 16, .* 128 each of 16 ranks gets 8 samples, .*; use a batch of 256, or"
+        DataError, match=r"blocks of 16 .* a batch of 128 over 16 ranks gives 8 to each; use a batch of 256, or"
     ):
         _block_size(Layout(128, 2, 0, 16), None)
     assert _block_size(Layout(256, 2, 0, 16), None) == 16

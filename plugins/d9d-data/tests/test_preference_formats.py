@@ -70,6 +70,36 @@ def test_fields_can_be_named() -> None:
     assert (pair.prompt, pair.chosen, pair.rejected) == ([SYSTEM, USER], "Hello!", "No.")
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_lists_in_csv_files_are_parsed_if_any_key_has_another_name(as_text: bool) -> None:
+    record: dict[str, Any] = {"prompt": [{"role": "user", "text": "Hi"}]}
+    record |= {
+        side: [{"role": "assistant", "text": text}] for side, text in (("chosen", "Hello!"), ("rejected", "No."))
+    }
+    record = {name: json.dumps(value) for name, value in record.items()} if as_text else record
+    pair = read_pair(record, "t:1", PreferenceFormat(prompt="prompt", content="text"))
+    assert (pair.prompt, pair.chosen, pair.rejected) == EXPECTED
+
+
+def test_a_system_message_precedes_the_common_beginning_of_whole_conversations() -> None:
+    record = {"s": "S", "chosen": [USER, *reply("Hello!")], "rejected": [USER, *reply("No.")]}
+    pair = read_pair(record, "t:1", PreferenceFormat(system="s"))
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([SYSTEM, USER], *EXPECTED[1:])
+    with pytest.raises(DataError, match=r"s and chosen\[0\] are two system messages"):
+        twice = {side: [SYSTEM, *record[side]] for side in ("chosen", "rejected")}
+        read_pair({**record, **twice}, "t:1", PreferenceFormat(system="s"))
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "Hi"}, {}])
+def test_a_system_message_of_texts_is_refused_because_no_template_would_render_it(prompt: dict[str, str]) -> None:
+    record = {"s": "S", "chosen": "Hi Hello!", "rejected": "Hi No.", **prompt}
+    fields = PreferenceFormat(system="s", **dict.fromkeys(prompt, "prompt"))
+    with pytest.raises(DataError, match="^t:1: s is a system message, but the prompt is a text that no chat template"):
+        read_pair(record, "t:1", fields)
+    del record["s"]
+    assert read_pair(record, "t:1", fields).prompt == "Hi"
+
+
 @pytest.mark.parametrize(
     ("record", "says"),
     [

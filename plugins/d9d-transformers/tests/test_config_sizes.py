@@ -135,6 +135,19 @@ def test_a_smaller_config_changes_exactly_the_fields_that_depend_on_the_sizes(
     assert config(**fields).resized(sizes).config == {"model_type": "stand_in", **fields, **changed}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "divide"),
+    ],
+)
+def test_impossible_sizes_are_refused(defaults: dict[str, Any], sizes: dict[str, int], says: str) -> None:
+    defaults.update(num_attention_heads=8, num_key_value_heads=2)
+    with pytest.raises(ValueError, match=says):
+        config().resized(sizes)
+
+
 def test_token_ids_of_transformers_are_inside_a_smaller_vocabulary(defaults: dict[str, Any]) -> None:
     defaults.update(eos_token_id=90, bos_token_id=2)
     assert config().resized({"vocab_size": 10}).config["eos_token_id"] == 9

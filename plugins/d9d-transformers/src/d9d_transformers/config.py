@@ -89,6 +89,7 @@ class TransformersConfig(ModelConfig):
 
         Raises:
             CheckpointError: transformers has no such type, or refuses the config.
+            ValueError: the sizes are impossible.
         """
         fields, known = {**self.config, **sizes}, self.sizes()
         if _GROUPS in sizes and known.get(_GROUPS) == known.get(_HEADS):
@@ -104,7 +105,7 @@ class TransformersConfig(ModelConfig):
             for name, value in native_config(self.config).to_dict().items():
                 if name.endswith("_token_id") and isinstance(value, int) and value >= words:
                     fields[name] = words - 1
-        return self.model_copy(update={"config": fields})
+        return self.model_validate({**dict(self), "config": fields})
 
     @property
     def model_type(self) -> str:

@@ -102,7 +102,7 @@ def generation_settings(assignments: Sequence[str], library: Any) -> dict[str, A
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or name not in known:
-            near = closest(name, known)
+            near = None if name in known else closest(name, known)
             hint = f"did you mean '{near}'?" if near else "write FIELD=VALUE, such as num_beams=1"
             raise JobError(f"--generation {assignment} is not FIELD=VALUE with a field of GenerationConfig; {hint}")
         found[name] = read_yaml(text, f"--generation {name}")[0]

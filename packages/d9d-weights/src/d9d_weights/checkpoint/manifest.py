@@ -47,14 +47,12 @@ def readable_bytes(values: Mapping[str, Any]) -> bytes:
     """Serialise values as JSON, and check that a resumed run can read them.
 
     Raises:
-        CheckpointError: the values could not be read again.
-        TypeError: a value is not a JSON value.
-        ValueError: a value is NaN or infinite.
+        CheckpointError: a value is not a JSON value, is NaN or infinite, or could not be read again.
     """
-    content = json_bytes(values)
     try:
+        content = json_bytes(values)
         parse_json(content, strict=True, limit=MAX_BYTES)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"a component's state cannot be saved as JSON: {error}; correct its state()") from error
     return content
 

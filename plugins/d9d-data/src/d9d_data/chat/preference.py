@@ -93,29 +93,35 @@ def read_pair(
     rejected = _messages(rejected, fields, f"{where}: {fields.rejected}", arguments)
     if prompt is None or (fields.user is None and isinstance(prompt, str) and _whole(chosen, rejected)):
         prompt, chosen, rejected = _split(chosen, rejected, where)
+    system = system_message(record, fields, where)
+    if system and isinstance(prompt, str):
+        raise DataError(
+            f"{where}: {fields.system} is a system message, but the prompt is a text that no chat template renders; "
+            "write the prompt as messages, or name its field with 'user' instead of 'prompt'"
+        )
+    if system:
+        place = fields.user or fields.prompt or fields.chosen
+        prompt = [*system, *alone(tuple(prompt), system, where, fields, place)]
     return Pair(prompt, chosen, rejected, value_in(record, fields.tools))
 
 
 def _prompt(record: Mapping[str, Any], fields: PreferenceFormat, where: str, arguments: ToolArguments) -> Any:
     """Prompt of a record: a string or a list of messages; ``None`` if the format has no field for it."""
-    system = system_message(record, fields, where)
     if fields.user is not None:
-        return [*system, *alone(user_messages(record, fields, where, arguments), system, where, fields, fields.user)]
+        return list(user_messages(record, fields, where, arguments))
     if fields.prompt is None:
         return None
-    prompt = _messages(value_in(record, fields.prompt), fields, f"{where}: {fields.prompt}", arguments)
-    if system and isinstance(prompt, list):
-        return [*system, *alone(tuple(prompt), system, where, fields, fields.prompt)]
-    return prompt
+    return _messages(value_in(record, fields.prompt), fields, f"{where}: {fields.prompt}", arguments)
 
 
 def _messages(value: Any, fields: PreferenceFormat, where: str, arguments: ToolArguments) -> Any:
     """List of messages with the usual keys, of a list or of one message; any other value unchanged."""
     if isinstance(value, Mapping):
         value = [value]
-    value = list_in(value, where) if fields.role != KEYS.role or fields.roles else value
-    own = (fields.role, fields.content, fields.roles) != (KEYS.role, KEYS.content, KEYS.roles)
-    return list(messages_of(value, where, arguments, fields)) if own and isinstance(value, list) else value
+    if (fields.role, fields.content, fields.roles) == (KEYS.role, KEYS.content, KEYS.roles):
+        return value
+    value = list_in(value, where)
+    return list(messages_of(value, where, arguments, fields)) if isinstance(value, list) else value
 
 
 def _whole(*sides: Any) -> bool:

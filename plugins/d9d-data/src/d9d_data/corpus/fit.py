@@ -132,22 +132,25 @@ DOCUMENTS = Words("documents")
 NONE = Tally()
 
 
-def losses(tally: Tally, limit: Limit, words: Words) -> Iterator[str]:
+def losses(tally: Tally, limit: Limit, words: Words, choosable: bool = True) -> Iterator[str]:
     """Yield lines about the records of a corpus that are truncated or left out; no line if all records are complete.
 
     Args:
         tally: counts of the corpus.
         limit: token limit of a text.
         words: names of the dataset's records in messages, such as ``conversations``.
+        choosable: whether the dataset has the field ``too_long``.
     """
+    advice = "use a larger sequence_length"
+    advice += ", or choose their treatment with the dataset's field too_long" if choosable else ""
     plural, most = words.plural, f"{limit.longest:,} tokens"
     if tally.cut:
         lost = f"; in {tally.incomplete:,} {words.lost}" if tally.incomplete and words.lost else ""
         line = f"cut {tally.cut:,} of {tally.records:,} {plural} to {most}, longest {tally.longest:,}{lost}"
-        yield _weighed(line, tally.cut, tally.records)
+        yield _weighed(line, tally.cut, tally.records, advice)
     if tally.dropped:
         line = f"left out {tally.dropped:,} of {tally.records:,} {plural} that are too long, or have no token to learn"
-        yield _weighed(f"{line} in {most}, longest {tally.longest:,}", tally.dropped, tally.records)
+        yield _weighed(f"{line} in {most}, longest {tally.longest:,}", tally.dropped, tally.records, advice)
 
 
 def readings(tally: Tally, words: Words, special_tokens: Literal["text", "token"]) -> Iterator[str]:
@@ -184,10 +187,8 @@ def stops(tally: Tally, words: Words) -> str:
     return f"{found}: {', '.join(sorted(tally.stops, key=lambda token: -tally.stops[token]))}"
 
 
-def _weighed(line: str, count: int, records: int) -> str:
-    if count <= TOLERATED * records:
-        return line
-    return f"warning: {line}; use a larger sequence_length, or choose their treatment with the dataset's field too_long"
+def _weighed(line: str, count: int, records: int, advice: str) -> str:
+    return line if count <= TOLERATED * records else f"warning: {line}; {advice}"
 
 
 def nothing_left(tally: Tally, limit: Limit, words: Words) -> DataError:

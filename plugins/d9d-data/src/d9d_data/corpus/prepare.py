@@ -21,6 +21,7 @@ from d9d_data.config import (
     DocumentsConfig,
     LabelledConfig,
     ModelTextConfig,
+    PaddedConfig,
     PreparedConfig,
     TextConfig,
     TokenizedConfig,
@@ -222,7 +223,7 @@ def _lines(corpus: Corpus, config: PreparedConfig) -> Iterator[str]:
     if corpus.skipped:
         yield f"left out {corpus.skipped:,} malformed {encoding.plural}; the first: {corpus.first_skipped}"
     if corpus.limit is not None:
-        yield from losses(corpus.losses(), corpus.limit, encoding.words)
+        yield from losses(corpus.losses(), corpus.limit, encoding.words, isinstance(config, PaddedConfig))
     yield from readings(corpus.tally, encoding.words, config.special_tokens)
     # Records of token ids need not end with an answer.
     if corpus.weights is not None and (corpus.tally.stopped or encoding.encoder != "tokens"):

@@ -157,5 +157,6 @@ def _numbers(record: Record, field: str) -> Int64:
         numbers = np.asarray([], dtype=np.object_)
     if numbers.ndim == 1 and (numbers.dtype.kind in "ib" or (numbers.dtype.kind == "f" and set(value) <= {0, 1})):
         return numbers.astype(np.int64)
-    wrong = next((index for index, item in enumerate(value) if not isinstance(item, int)), 0)
-    raise DataError(f"{where}[{wrong}] is {str(value[wrong])[:40]}; give whole numbers")
+    refused = (index for index, item in enumerate(value) if not isinstance(item, int) or item.bit_length() > 63)
+    wrong = next(refused, 0)
+    raise DataError(f"{where}[{wrong}] is {str(value[wrong])[:40]}; give whole numbers of at most 64 bits")

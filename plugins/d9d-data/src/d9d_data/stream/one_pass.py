@@ -189,7 +189,8 @@ def _block_size(layout: Layout, window: int | None) -> int:
     size, ranks = layout.microbatch_size, layout.ranks
 
     def microbatches_of(batch_size: int) -> int:
-        block = math.gcd(_BLOCK, max(batch_size // size // _BLOCK, 1))
+        count = batch_size // size
+        block = math.gcd(_BLOCK, count // math.gcd(_BLOCK, count))  # so 1, 2, 4 or 8 ranks get whole blocks
         return block if window is None else math.gcd(block, max(window // size, 1))
 
     def fits(batch_size: int) -> bool:
