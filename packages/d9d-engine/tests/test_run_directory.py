@@ -35,6 +35,7 @@ from d9d_engine.run.directory import (
     write_stop,
 )
 from d9d_engine.supervision.failure import OtherRankError
+from d9d_weights.files import atomic
 
 
 def test_a_stop_is_recorded_until_the_next_start(tmp_path: Path) -> None:
@@ -149,3 +150,19 @@ def test_the_first_failure_of_a_start_is_kept_and_an_error_of_the_job_replaces_a
     write_failure(tmp_path, 5, OtherRankError("rank 3 on c", "record 7 is damaged", 2))
     write_failure(tmp_path, 5, JobError("late"))
     assert read_failure(tmp_path) == RunFailure("rank 3 on c: record 7 is damaged", 2)
+
+
+def test_ranks_that_fail_at_the_same_time_leave_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = atomic.create
+
+    def interrupted(path: Path, content: bytes) -> None:
+        create(path, content)
+        monkeypatch.setattr(atomic, "create", create)
+        write_failure(tmp_path, 5, RuntimeError("the other"), rank=1)
+
+    monkeypatch.setattr(atomic, "create", interrupted)
+    write_failure(tmp_path, 5, RuntimeError("one"), rank=0)
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    assert failure.error.endswith("one")
+    assert [path.name for path in tmp_path.iterdir()] == ["failed.json"]

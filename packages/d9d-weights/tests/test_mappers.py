@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from inspect import isabstract
 
 import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
+from d9d_weights import graph as graph_package
 from d9d_weights.graph import pictures
 from d9d_weights.graph.base import Mapper, Parallel, Scope, Sequential
 from d9d_weights.graph.compose import Connect, Prefix, Shard
@@ -514,6 +517,9 @@ def test_the_order_does_not_depend_on_hashes() -> None:
 
 
 def test_a_picture_has_a_verb_for_each_kind_of_value() -> None:
+    for module in pkgutil.iter_modules(graph_package.__path__, f"{graph_package.__name__}."):
+        import_module(module.name)
+
     def below(kind: type) -> set[type]:
         return {kind}.union(*map(below, kind.__subclasses__()))
 

@@ -82,12 +82,12 @@ def test_lists_in_csv_files_are_parsed_if_any_key_has_another_name(as_text: bool
 
 
 def test_a_system_message_precedes_the_common_beginning_of_whole_conversations() -> None:
-    record = {"s": "S", "chosen": [USER, *reply("Hello!")], "rejected": [USER, *reply("No.")]}
+    record: dict[str, Any] = {"s": "S", "chosen": [USER, *reply("Hello!")], "rejected": [USER, *reply("No.")]}
     pair = read_pair(record, "t:1", PreferenceFormat(system="s"))
     assert (pair.prompt, pair.chosen, pair.rejected) == ([SYSTEM, USER], *EXPECTED[1:])
+    twice = record | {side: [SYSTEM, *record[side]] for side in ("chosen", "rejected")}
     with pytest.raises(DataError, match=r"s and chosen\[0\] are two system messages"):
-        twice = {side: [SYSTEM, *record[side]] for side in ("chosen", "rejected")}
-        read_pair({**record, **twice}, "t:1", PreferenceFormat(system="s"))
+        read_pair(twice, "t:1", PreferenceFormat(system="s"))
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": "Hi"}, {}])

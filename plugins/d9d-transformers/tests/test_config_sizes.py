@@ -95,7 +95,11 @@ def test_sizes_are_the_whole_numbers_that_a_smaller_model_may_reduce(defaults: d
             {"num_attention_heads": 4, "num_key_value_heads": 2},
             {"num_attention_heads": 4, "num_key_value_heads": 2},
         ),
-        ({"num_attention_heads": 8, "num_key_value_heads": 8}, {"num_attention_heads": 4}, {"num_attention_heads": 4}),
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 8},
+            {"num_attention_heads": 16},
+            {"num_attention_heads": 16},
+        ),
         (
             {"num_hidden_layers": 4, "layer_types": [FULL, FULL, SLIDING, CONV], "other": [1, 2, 3], "text": "abcd"},
             {"num_hidden_layers": 2},

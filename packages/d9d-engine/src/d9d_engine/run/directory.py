@@ -132,7 +132,7 @@ def clear_ending(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def write_failure(directory: Path, step: int, error: BaseException, who: str = "") -> None:
+def write_failure(directory: Path, step: int, error: BaseException, who: str = "", rank: int = 0) -> None:
     """Write the error that ended a run, in one line; a failed write is ignored. Any rank may call this.
 
     The first failure of a start is kept, because later ones may be its consequences; only an error of the job, which a
@@ -143,13 +143,14 @@ def write_failure(directory: Path, step: int, error: BaseException, who: str = "
         step: number of optimizer steps done.
         error: exception that ended the run.
         who: rank and machine that failed; empty for the only process, or if the error names it.
+        rank: rank of this process; several ranks may write at the same time.
     """
     status, earlier = Failure.of(error).exit_code, read_failure(directory)
     if earlier is not None and (status != EXIT_FAILED or earlier.status == EXIT_FAILED):
         return
     text = f"{who}: {headline(error)}" if who else headline(error)
     with suppress(OSError):
-        write_json(directory / FAILURE, {"step": step, "error": text, "status": status})
+        write_json(directory / FAILURE, {"step": step, "error": text, "status": status}, writer=f"rank-{rank}")
 
 
 def write_stop(directory: Path, step: int, total: int, request: str | None) -> None:

@@ -187,7 +187,8 @@ class LifeCycle:
             if agreed or not topology.watchdog.failed_elsewhere():
                 write_failure(directory, step, error)
         else:  # the first rank may be killed before it learns of this failure
-            topology.watchdog.fails_first = lambda: write_failure(directory, step, error, topology.watchdog.who)
+            who, rank = topology.watchdog.who, topology.rank
+            topology.watchdog.fails_first = lambda: write_failure(directory, step, error, who, rank)
 
     def _closed(self) -> None:
         self.run = None

@@ -62,9 +62,15 @@ def _rename(source: Path, target: Path) -> None:
             raise
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file atomically. NaN and infinity are refused, because they are not JSON."""
-    write_text(path, json_bytes(value).decode())
+def write_json(path: Path, value: Any, writer: str = "") -> None:
+    """Replace a JSON file atomically. NaN and infinity are refused, because they are not JSON.
+
+    Args:
+        path: path of the file.
+        value: JSON value.
+        writer: see :func:`replacing`.
+    """
+    write_text(path, json_bytes(value).decode(), writer)
 
 
 def json_bytes(value: Any) -> bytes:
@@ -77,25 +83,25 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file atomically."""
-    with replacing(path) as temporary:
+def write_text(path: Path, text: str, writer: str = "") -> None:
+    """Replace a small file atomically; see :func:`replacing` for ``writer``."""
+    with replacing(path, writer) as temporary:
         create(temporary, text.encode())
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, writer: str = "") -> Iterator[Path]:
     """Replace a file atomically at the end of the block; if the block raises, the file does not change.
-
-    Only one process at a time may replace the file.
 
     Args:
         path: path of the file, which need not exist.
+        writer: name of this process, if several processes may replace the file at the same time: writers with the same
+            name would remove each other's temporary file, and no file would be written.
 
     Yields:
         Temporary path to write; no file exists there.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}{f'.{writer}' if writer else ''}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
