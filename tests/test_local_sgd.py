@@ -383,7 +383,7 @@ def test_other_numbers_of_replicas_are_refused_and_synchronous_checkpoints_are_n
 
 def test_optimizers_that_average_weights_are_refused(tmp_path: Path) -> None:
     values = job(str(tmp_path), optimizer="schedule_free", **replicas("local_sgd"))
-    with pytest.raises(BuildError, match="averages weights for evaluation, which a checkpoint cannot"):
+    with pytest.raises(BuildError, match="averages weights for evaluation, and a checkpoint cannot"):
         job_of(values, PLUGINS).plan()
     job_of({**values, "parallel": ["replicate"]}, PLUGINS).plan()
 

@@ -72,7 +72,11 @@ def test_other_values_are_refused(value: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "text"), [(("a",), "has 1 names; give one for each value"), (("a", "a"), "several values .* named a")]
+    ("names", "text"),
+    [
+        (("a",), "has shape \\[2\\] and 1 names; give one dimension, and a name for each value"),
+        (("a", "a"), "several values .* named a"),
+    ],
 )
 def test_a_vector_has_a_name_for_each_value(names: tuple[str, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):

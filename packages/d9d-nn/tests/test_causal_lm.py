@@ -118,6 +118,6 @@ def test_perplexity_adds_up_in_the_widest_format_of_its_device(monkeypatch: pyte
 
 def test_perplexity_of_another_task_says_what_is_missing() -> None:
     with pytest.raises(
-        JobError, match="perplexity needs token_loss, but the task's observe\\(\\) returns only targets"
+        JobError, match="perplexity needs token_loss, but the task's observations\\(\\) returns only targets"
     ):
         Perplexity(PerplexityConfig()).update({"targets": TARGETS})

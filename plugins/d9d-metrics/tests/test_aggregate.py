@@ -112,7 +112,7 @@ def test_token_accuracy_counts_ranks_below_k() -> None:
     other = TokenAccuracy(TokenAccuracyConfig(top=(1,), ranks="ranks_of_draft"))
     other.update({"token_ranks": torch.tensor([1]), "ranks_of_draft": torch.tensor([0])})
     assert other.compute()["token_accuracy_top_1"] == 1
-    with pytest.raises(JobError, match="this model has another head, and the task's observe\\(\\) returns: token_loss"):
+    with pytest.raises(JobError, match="another head, and the task's observations\\(\\) returns: token_loss"):
         metric.update({"token_loss": VALUES})
 
 
