@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from d9d_core.tracker import RunInfo
@@ -22,6 +22,9 @@ from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
 
 class TestConsole(TrackerSuite):
     target = "console"
+
+    def broken_fields(self, directory: Path) -> None:
+        """Nothing: a full disk behind the standard output ends nothing, as a test below shows."""
 
 
 class TestJsonl(TrackerSuite):
@@ -47,6 +50,20 @@ class TestJsonl(TrackerSuite):
             return found
         for line in read_lines(directory / f"{kind}.jsonl"):
             found.setdefault(line["step"], []).append(line["name" if kind == "texts" else "histogram"])
+        return found
+
+    def logged_contents(self, directory: Path, kind: str) -> Mapping[int, Mapping[str, Any]] | None:
+        if kind == "pictures":
+            return None
+        found: dict[int, dict[str, Any]] = {}
+        for line in read_lines(directory / f"{kind}.jsonl"):
+            contents = found.setdefault(line["step"], {})
+            if kind == "tables":
+                names = line.get("rows") or map(str, range(len(line["values"])))
+                contents[line["table"]] = [[name, *row] for name, row in zip(names, line["values"], strict=True)]
+            else:
+                name, content = ("name", "text") if kind == "texts" else ("histogram", "counts")
+                contents[line[name]] = line[content]
         return found
 
 

@@ -390,7 +390,7 @@ def test_one_pass_is_the_same_on_all_ranks_and_resumes(tmp_path: Path) -> None:
         def load_state(self, state: Any) -> None:
             pass
 
-    with pytest.raises(AssertionError, match="one pass that two ranks resume after a pack: pack 0, microbatch 0"):
+    with pytest.raises(AssertionError, match="one pass that two ranks resume after 1 packs: pack 0, microbatch 0"):
         suite(streams=Restarts).test_one_pass_resumes_at_any_pack(tmp_path)
     with pytest.raises(pytest.skip.Exception, match="the stream cannot make one pass: it has no fact 'rows'"):
         suite().test_one_pass_gives_every_row_once(tmp_path)

@@ -26,6 +26,7 @@ OPTIMIZERS: Mapping[str, set[str]] = {
     "CountsRefusedSteps": {REFUSED, RESUMED, RATE},
     "RemembersOutsideOfTheState": {RESUMED},
     "ReadsTheGate": {"a_step_never_waits_for_the_device"},
+    "ListsTheGate": {"a_step_never_waits_for_the_device"},
     "NamesStateByPosition": {START},
     "MakesStateLate": {CLOSED, RESUMED, START},
     "GivesOutCopies": {RESUMED},

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from d9d_core.errors import BuildError
@@ -187,6 +188,31 @@ def test_values_that_the_host_reads_are_recorded() -> None:
         float(total)
         x.nonzero()
     assert (total.tolist(), reads.found) == ([2.0], ["aten::_local_scalar_dense", "aten::nonzero"])
+
+
+def test_calls_that_wait_for_a_device_are_recorded_and_others_are_not() -> None:
+    x, counts, mask = torch.tensor([1.0, 0.0]), torch.tensor([1, 2]), torch.tensor([True, False])
+    for wait in (
+        x.tolist, x.numpy, x.cpu, x.unique, x.nonzero, counts.bincount, lambda: x.to("cpu"), lambda: np.asarray(x),
+        lambda: x.to(device="cpu", dtype=torch.float64), lambda: x[mask], lambda: x[:, None][mask, :], lambda: f"{x}",
+        lambda: x.masked_select(mask), lambda: x.unique(dim=0), x.unique_consecutive, lambda: range(counts[0]),
+        lambda: int(counts[0]), lambda: float(x[0]), lambda: bool(x[0]), lambda: x[: counts[0]], lambda: repr(x),
+        lambda: x.repeat_interleave(counts), lambda: torch.where(mask), lambda: x.equal(x), lambda: 1.0 in x,
+        lambda: torch.allclose(x, x), lambda: torch.tensor([x[0], x[1]]), lambda: torch.linalg.inv(torch.eye(2)),
+        lambda: x.clone().__setitem__(mask, x[:1]), lambda: x.clone().__setitem__(~mask | mask, x),
+    ):  # fmt: skip
+        with HostReads() as reads:
+            wait()
+        assert reads.found, wait
+    with HostReads() as reads:
+        x.clone()[mask] = 0.0
+        torch.where(mask, x, 0).masked_fill(mask, 1)
+        x.repeat_interleave(counts, output_size=3)
+        x.to(torch.float64).to(x.device).to("meta")
+        x.to("cpu", non_blocking=True).to("cpu", torch.float32, True)
+        x[counts[:1]] + x[0] + torch.tensor([1.0, 2.0])
+        assert len(list(x)) == 2
+    assert reads.found == []
 
 
 def test_drawn_parameters_and_gradients_are_equal_in_each_call_and_differ_between_steps() -> None:

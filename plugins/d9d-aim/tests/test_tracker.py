@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 aim = pytest.importorskip("aim")
@@ -73,16 +74,20 @@ class TestAim(TrackerSuite):
         return by_step(points(newest(directory)))
 
     def logged_kind(self, directory: Path, kind: str) -> Mapping[int, Sequence[str]]:
+        return {step: list(contents) for step, contents in self.logged_contents(directory, kind).items()}
+
+    def logged_contents(self, directory: Path, kind: str) -> Mapping[int, Mapping[str, Any]]:
         run = newest(directory)
-        type_of, get = {
-            "histograms": ("aim.distribution", run.get_distribution_sequence),
-            "texts": ("aim.text", run.get_text_sequence),
-            "pictures": ("aim.image", run.get_image_sequence),
+        type_of, get, content = {
+            "histograms": ("aim.distribution", run.get_distribution_sequence, lambda value: value.weights.tolist()),
+            "texts": ("aim.text", run.get_text_sequence, lambda value: value.data),
+            "pictures": ("aim.image", run.get_image_sequence, lambda value: np.asarray(value.to_pil_image()).tolist()),
         }[kind]
-        found: dict[int, list[str]] = {}
+        found: dict[int, dict[str, Any]] = {}
         for name, context, _ in run.iter_sequence_info_by_type(type_of):
-            for step in get(name, context).data.indices_list():
-                found.setdefault(step, []).append(joined(name, context))
+            steps, (values, *_rest) = get(name, context).data.items_list()
+            for step, value in zip(steps, values, strict=True):
+                found.setdefault(step, {})[joined(name, context)] = content(value)
         return found
 
     def logged_file(self, directory: Path, name: str) -> bytes:

@@ -76,6 +76,16 @@ class TestMlflow(TrackerSuite):
             found.setdefault(int(path.stem), []).append(name)
         return found
 
+    def logged_contents(self, directory: Path, kind: str) -> Mapping[int, Mapping[str, Any]] | None:
+        if kind not in ("tables", "texts"):
+            return None
+        found: dict[int, dict[str, Any]] = {}
+        for path in artifacts(directory, kind):
+            text = path.read_bytes().decode()
+            content = json.loads(text)["data"] if kind == "tables" else text
+            found.setdefault(int(path.stem), {})[str(path.parent).split(f"/artifacts/{kind}/")[1]] = content
+        return found
+
     def logged_file(self, directory: Path, name: str) -> bytes:
         (path,) = artifacts(directory, f"files/{name}")
         return path.read_bytes()

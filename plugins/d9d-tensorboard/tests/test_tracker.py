@@ -72,6 +72,23 @@ class TestTensorBoard(TrackerSuite):
                     found.setdefault(event.step, []).append(name)
         return found
 
+    def logged_contents(self, directory: Path, kind: str) -> Mapping[int, Mapping[str, Any]] | None:
+        reader = read(directory / "tensorboard")
+        tags: dict[str, Any] = reader.Tags()
+        found: dict[int, dict[str, Any]] = {}
+        if kind == "texts":
+            for name in (tag.removesuffix("/text_summary") for tag in tags["tensors"]):
+                for step, text in texts(reader, name).items():
+                    if step:  # step 0 has the description of the run
+                        found.setdefault(step, {})[name] = text
+            return found
+        if kind == "histograms":
+            for tag in tags["histograms"]:
+                for event in reader.Histograms(tag):
+                    found.setdefault(event.step, {})[tag] = list(event.histogram_value.bucket)
+            return found
+        return None
+
 
 def test_name_tags_and_hyperparameters_are_there_once(tmp_path: Path) -> None:
     facts: dict[str, Any] = {"hparams": {"optimizer": {"lr": 0.1}, "size": None}, "tags": ("sweep", "first")}

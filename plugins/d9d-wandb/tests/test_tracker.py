@@ -76,6 +76,15 @@ class TestWandb(TrackerSuite):
                 found.setdefault(step, []).append(name)
         return found
 
+    def logged_contents(self, directory: Path, kind: str) -> Mapping[int, Mapping[str, Any]] | None:
+        if kind != "texts":
+            return None
+        found: dict[int, dict[str, Any]] = {}
+        for step, name, value in points(directory):
+            if isinstance(value, str):
+                found.setdefault(step, {})[name] = value
+        return found
+
 
 @pytest.mark.full
 def test_rows_go_on_in_a_resumed_run_and_no_step_comes_twice(tmp_path: Path) -> None:

@@ -50,13 +50,15 @@ class Background:
         """Read the exit status that the script wrote, or look for its process."""
         log = folder / _LOG
         text = log.read_text("utf-8", "replace").splitlines()[-lines:] if lines and log.exists() else []
-        if (file := folder / _STATUS).exists():
-            status = int(file.read_text())
+        file = folder / _STATUS
+        written = file.read_text().strip() if file.exists() else ""  # also empty if the machine stopped meanwhile
+        if written:
+            status = int(written)
             state: LaunchState = "finished" if status == EXIT_FINISHED else "failed"
             return EngineStatus(state=state, detail=f"status {status}", log=tuple(text), exit_status=status)
         try:
             os.kill(_process(identifier), 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # a process of another user has the number by now
             if not log.exists():
                 return EngineStatus(state="unknown", detail=f"process {identifier} was not started for this run")
             return EngineStatus(state="failed", detail="killed", log=tuple(text))
@@ -66,7 +68,7 @@ class Background:
         """Ask all processes of the session to save and stop."""
         try:
             os.killpg(_process(identifier), signal.SIGTERM)
-        except ProcessLookupError as error:
+        except (ProcessLookupError, PermissionError) as error:
             raise LaunchError(f"process {identifier} has ended already") from error
         return "the processes finish their step, save and stop"
 

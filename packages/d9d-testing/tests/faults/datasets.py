@@ -215,6 +215,14 @@ class RowsOfTheRank(InOnePass):
         return super().numbered(rows - self._context.rank)
 
 
+class ForgetsItsPlaceInThePass(InOnePass):
+    """Saves whether its one pass has begun, and not its place."""
+
+    def state(self) -> State:
+        packs = min(self._packs, 1) if self._context.one_pass else self._packs
+        return {**super().state(), "packs": packs}
+
+
 class DeniesItsDocuments(Faulty):
     def next_pack(self) -> Pack:
         return [{**m, "documents": torch.arange(8).expand_as(m["tokens"]) // 3} for m in super().next_pack()]
@@ -335,6 +343,7 @@ FAULTS = {
     "fillers have targets": _fault(FillersLearn, "a filler has targets"),
     "fillers stand first": _fault(FillersFirst, ""),
     "rows depend on the rank": _fault(RowsOfTheRank, ""),
+    "forgets its place in one pass": _fault(ForgetsItsPlaceInThePass, "two ranks resume after 2 packs: pack 0"),
     "cuts in silence": _fault(CutsInSilence, "the facts do not count them"),
     "reports cut documents once": _fault(SaysOnceWhatItCuts, "at the second start no line"),
     "forgets its epoch": _fault(ForgetsItsEpoch, ""),

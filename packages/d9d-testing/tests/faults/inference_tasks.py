@@ -65,6 +65,19 @@ def checking(self: Means, outputs: Mapping[str, Tensor], microbatch: Mapping[str
     return Means.process(self, outputs, microbatch)
 
 
+def selecting(self: Means, outputs: Mapping[str, Tensor], microbatch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    y = outputs["y"]
+    return {"mean": y[y < 2].view_as(y).mean(1)}
+
+
+def centered(self: Means, outputs: Mapping[str, Tensor], microbatch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {"mean": outputs["y"].mean(1) - outputs["y"].mean()}
+
+
+def over_rows(self: Means, outputs: Mapping[str, Tensor], microbatch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {"mean": outputs["y"].mean(1) * (microbatch["rows"].min() >= 0)}
+
+
 def by_class(self: Means, rows: Any) -> dict[str, float]:
     classes = [int(value > 0) for value in rows["mean"]]
     return {**Means.tally(self, rows), **{f"of_{kind}": float(classes.count(kind)) for kind in set(classes)}}
@@ -93,12 +106,15 @@ FAULTS = {
         "",
     ),
     "rows are relative to each other": (with_(rows=relative), "differs if rows() gets the samples in two halves"),
+    "outputs are relative to each other": (with_(process=centered), "differs if process() gets the samples in two"),
+    "fillers clear the others": (with_(process=over_rows), "differs if the other samples are fillers"),
     "rows depend on how many were asked for": (with_(rows=remembering), "differs"),
     "the tally is a mean": (
         with_(tally=lambda self, rows: {"mean": sum(rows["mean"]) / len(rows["mean"])}), "return sums, not means",
     ),
     "the tally is no float": (with_(tally=lambda self, rows: {"rows": len(rows["row"])}), "not a float"),
     "looks for NaN on the host": (with_(process=checking), ""),
+    "selects outputs by a mask": (with_(process=selecting), "process() reads values on the host (aten::index)"),
     "tallies name the classes that occur": (with_(tally=by_class), ""),
     "values are tensors": (
         with_(rows=lambda self, kept: {"row": kept["rows"].tolist(), "mean": list(kept["mean"])}),

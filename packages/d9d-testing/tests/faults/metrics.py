@@ -163,6 +163,12 @@ class ReadsOnTheHost(Statistics):
             super().update(observations)
 
 
+class SelectsByAMask(Statistics):
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        values = observations["absolute"]
+        super().update({"absolute": values[values >= 0]})
+
+
 class WritesIntoObservations(Statistics):
     def update(self, observations: Mapping[str, Tensor]) -> None:
         super().update({"absolute": observations["absolute"].add_(1.0).sub(1.0)})
@@ -254,6 +260,7 @@ FAULTS = {
     "computing writes into the state": ({"made_of": DividesInPlace}, "must not change anything"),
     "computing reads on the host": ({"made_of": ReadsInCompute}, "waits for the device"),
     "reads values on the host": ({"made_of": ReadsOnTheHost}, "reads values on the host"),
+    "selects values by a mask": ({"made_of": SelectsByAMask}, "reads values on the host (aten::index)"),
     "writes into observations": ({"made_of": WritesIntoObservations}, ""),
     "loads half of the state": ({"made_of": LoadsHalf}, ""),
     "counts in float32": ({"made_of": CountsInFloat32}, ""),

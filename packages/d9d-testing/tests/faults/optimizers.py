@@ -87,6 +87,12 @@ class ReadsTheGate(Faulty):
             super().step(gate)
 
 
+class ListsTheGate(Faulty):
+    def step(self, gate: Tensor) -> None:
+        if gate.tolist():
+            super().step(gate)
+
+
 class NamesStateByPosition(Faulty):
     def state(self) -> Mapping[str, Tensor]:
         return {f"{index}/momentum": tensor for index, tensor in enumerate(self._momentum.values())}
@@ -232,6 +238,16 @@ class SeedsByHash(Faulty):
         self._lr, self._parameters = lr, everything
 
 
+class BoundsEachShard(Faulty):
+    """Bounds gradients by their largest number, which an empty shard does not have."""
+
+    def step(self, gate: Tensor) -> None:
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                local(parameter.grad).clamp_(max=local(parameter.grad).amax())
+        super().step(gate)
+
+
 class ReportsTheBaseRate(Faulty):
     @property
     def lr(self) -> float:
@@ -282,6 +298,7 @@ FAULTS = {
     "counts refused steps": _fault(CountsRefusedSteps, "change later updates of"),
     "counts steps outside of the state": _fault(RemembersOutsideOfTheState, "state() lacks something"),
     "reads the gate on the host": _fault(ReadsTheGate, "step() reads values on the host"),
+    "lists the gate on the host": _fault(ListsTheGate, "step() reads values on the host (tolist)"),
     "names state by position": _fault(NamesStateByPosition, "must be named '<parameter name>/<slot>'"),
     "makes state in the first step": _fault(MakesStateLate, ""),
     "gives out copies of its state": _fault(GivesOutCopies, "copying into state() does not change"),
@@ -291,6 +308,7 @@ FAULTS = {
     "changes parameters without a gradient": _fault(UpdatesTheLastParameterTwice, "has no gradient, but"),
     "allocates state of other ranks": _fault(AllocatesStateOfOtherRanks, "are not on the meta device"),
     "takes a shard for the whole": _fault(NormalisesByTheLocalShard, "rank 0 of 2"),
+    "expects a row in each shard": _fault(BoundsEachShard, "amax"),
     "describes with tensors": _fault(DescribesWithTensors, "must be JSON values"),
     "divides gradients of later steps too": _fault(DividesLaterStepsToo, "gradients that are divided in the step give"),
     "keeps the weights of an evaluation": _fault(KeepsEvaluationWeights, "evaluation_weights() does not restore"),

@@ -68,6 +68,11 @@ class ReadsTheLoss(Subscriber):
         self.kept.append(event.result.loss.item())
 
 
+class CopiesTheLoss(Subscriber):
+    def step(self, event: ev.StepEnds) -> None:
+        self.kept.append(event.result.loss.detach().cpu().clone())
+
+
 class ChangesThePack(Subscriber):
     def subscriptions(self) -> Pairs:
         return [(ev.StepStarts, lambda event: event.pack[0]["x"].mul_(1.001))]
@@ -148,6 +153,7 @@ FAULTS = {
     "keeps results": ({"made_of": KeepsResults}, "still exist after step"),
     "keeps packs": ({"made_of": KeepsPacks}, "still exist after step"),
     "reads the loss": ({"made_of": ReadsTheLoss}, "take them from ValuesLogged"),
+    "copies the loss to the host": ({"made_of": CopiesTheLoss}, "take them from ValuesLogged"),
     "changes the pack": ({"made_of": ChangesThePack}, "handlers must not change"),
     "changes weights at the end": ({"made_of": ChangesWeights}, "differ from a run without"),
     "clears gradients": ({"made_of": ClearsGradients}, "handlers must not change"),

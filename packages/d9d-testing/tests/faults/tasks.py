@@ -80,6 +80,11 @@ class CountsOnTheHost(ToyTask):
         return {**super().weights(microbatch), "error": torch.tensor(microbatch["mask"].sum().item())}
 
 
+class WeighsOnTheHost(ToyTask):
+    def weights(self, microbatch: Microbatch) -> Tensors:
+        return super().weights({**microbatch, "mask": torch.as_tensor(microbatch["mask"].numpy())})
+
+
 class CountsByValue(ToyTask):
     def count(self, microbatch: Microbatch) -> int:
         return int(microbatch["mask"].sum())
@@ -195,6 +200,7 @@ FAULTS = {
     "losses are detached": ({"made_of": DetachesItsLoss}, ""),
     "losses are float64": ({"made_of": WideLoss}, "return a 0-d float32"),
     "weights are read on the host": ({"made_of": CountsOnTheHost}, "reads values on the host"),
+    "weights are computed by NumPy": ({"made_of": WeighsOnTheHost}, "reads values on the host (numpy)"),
     "counts by value": ({"made_of": CountsByValue}, ""),
     "observes with a graph": ({"made_of": ObservesAGraph}, "carries a graph"),
     "observes sometimes": ({"made_of": ObservesSometimes}, "different names"),

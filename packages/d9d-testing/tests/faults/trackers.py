@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -49,19 +50,26 @@ class Tracker:
         self.save()
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
-        self.lines += [{"step": step, "table": name} for name in tables]
+        self.lines += [{"step": step, "tables": name, "value": self.cells(table)} for name, table in tables.items()]
         self.save()
+
+    def cells(self, table: Table) -> list[list[Any]]:
+        names = table.rows or map(str, range(len(table.values)))
+        rows = zip(names, table.values.tolist(), strict=True)
+        return [[name, *(value if value == value else None for value in row)] for name, row in rows]
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         self.lines += [{"step": step, "texts": name, "value": text} for name, text in texts.items()]
         self.save()
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        self.lines += [{"step": step, "histograms": name} for name in histograms]
+        self.lines += [
+            {"step": step, "histograms": name, "value": value.counts.tolist()} for name, value in histograms.items()
+        ]
         self.save()
 
     def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
-        self.lines += [{"step": step, "pictures": name} for name in pictures]
+        self.lines += [{"step": step, "pictures": name, "value": value.tolist()} for name, value in pictures.items()]
         self.save()
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> None:
@@ -171,6 +179,28 @@ class WaitsForever(Tracker):
             raise
 
 
+class HidesItsFailure(Tracker):
+    """Goes on without its file."""
+
+    def save(self) -> None:
+        with suppress(OSError):
+            super().save()
+
+
+class WaitsAfterItsFailure(Tracker):
+    """Opens its file with the first write, and waits in the end for what it could not write."""
+
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        with suppress(OSError):
+            return super().open(run, state)
+        return self
+
+    def close(self, status: str) -> None:
+        if not self.path.exists():
+            time.sleep(0.4)
+        super().close(status)
+
+
 class ChangesTables(Tracker):
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
         for table in tables.values():
@@ -188,6 +218,35 @@ class ChangesHistograms(Tracker):
 class LosesPictures(Tracker):
     def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
         self.picture = pictures
+
+
+class StoresZeroForNan(Tracker):
+    def cells(self, table: Table) -> list[list[Any]]:
+        return [[value or 0.0 for value in row] for row in super().cells(table)]
+
+
+class ForgetsNamesOfRows(Tracker):
+    def cells(self, table: Table) -> list[list[Any]]:
+        return [[str(index), *row[1:]] for index, row in enumerate(super().cells(table))]
+
+
+class JoinsLines(Tracker):
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        super().write_texts(step, {name: " ".join(text.split()) for name, text in texts.items()})
+
+
+class StoresShares(Tracker):
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        shares = {
+            name: Histogram(value.counts / value.counts.sum(), value.low, value.high)
+            for name, value in histograms.items()
+        }
+        super().write_histograms(step, shares)
+
+
+class SwapsColours(Tracker):
+    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+        super().write_pictures(step, {name: picture.flip(-1) for name, picture in pictures.items()})
 
 
 class KeepsTextsOfLaterSteps(Tracker):
@@ -329,14 +388,21 @@ class Sound(TrackerSuite):
                 found.setdefault(line["step"], []).append(line[kind])
         return found
 
+    def logged_contents(self, directory: Path, kind: str) -> Mapping[int, Mapping[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for line in self.backend(directory):
+            if kind in line:
+                found.setdefault(line["step"], {})[line[kind]] = line["value"]
+        return found
+
     def logged_file(self, directory: Path, name: str) -> bytes:
         return (directory / f"{name}.copy").read_bytes()
 
     def logged_tables(self, directory: Path) -> Mapping[int, Sequence[str]]:
         found: dict[int, list[str]] = {}
         for line in self.backend(directory):
-            if "table" in line:
-                found.setdefault(line["step"], []).append(line["table"])
+            if "tables" in line:
+                found.setdefault(line["step"], []).append(line["tables"])
         return found
 
 
@@ -357,10 +423,17 @@ FAULTS = {
     "state is no JSON": _fault(StateIsNoJson, ""),
     "exits where the backend fails": _fault(ExitsOnFailure, "raises SystemExit"),
     "waits for a backend that fails": _fault(WaitsForever, "the run waits for it at its end"),
+    "hides that its backend fails": _fault(HidesItsFailure, "no call raises although the backend fails"),
+    "waits after its backend failed": _fault(WaitsAfterItsFailure, "close() takes"),
     "changes tables": _fault(ChangesTables, "changes the table"),
     "changes values": _fault(ChangesValues, "changes the values it is given"),
     "changes histograms": _fault(ChangesHistograms, "changes its argument"),
     "loses pictures": _fault(LosesPictures, "pictures are {}"),
+    "stores zero for NaN": _fault(StoresZeroForNan, "contents of tables are"),
+    "forgets names of rows": _fault(ForgetsNamesOfRows, "contents of tables are"),
+    "joins lines of texts": _fault(JoinsLines, "contents of texts are"),
+    "stores shares for counts": _fault(StoresShares, "contents of histograms are"),
+    "swaps colours": _fault(SwapsColours, "contents of pictures are"),
     "keeps texts of later steps": _fault(KeepsTextsOfLaterSteps, "texts are"),
     "drops tags": _fault(DropsTags, "logged are"),
     "moves files": _fault(MovesFiles, "moves the file"),

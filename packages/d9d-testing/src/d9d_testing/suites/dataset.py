@@ -340,15 +340,16 @@ class DatasetSuite(ComponentSuite):
             )
 
     def test_one_pass_resumes_at_any_pack(self, tmp_path: Path) -> None:
-        """One pass over all samples resumes after its first pack on another number of ranks."""
+        """One pass over all samples resumes after each of its first packs, on another number of ranks."""
         size = self.batch_size
         expected, _ = self._passed(tmp_path, size, 2, ranks=1)
-        with self._in_one_pass(tmp_path, size, 2) as stream:
-            self.take(stream, 1)
-            state = plain_json(stream.state(), "state()")
-        found, _ = self._passed(tmp_path, size, 2, ranks=2, state=state)
-        difference = _difference(found[: len(expected) - 1], expected[1:])
-        assert difference is None, f"one pass that two ranks resume after a pack: {difference}"
+        for after in range(1, max(2, min(len(expected), self.packs))):
+            with self._in_one_pass(tmp_path, size, 2) as stream:
+                self.take(stream, after)
+                state = plain_json(stream.state(), "state()")
+            found, _ = self._passed(tmp_path, size, 2, ranks=2, state=state)
+            difference = _difference(found[: len(expected) - after], expected[after:])
+            assert difference is None, f"one pass that two ranks resume after {after} packs: {difference}"
 
     def _in_one_pass(
         self, directory: Path, size: int, micro: int, rank: int = 0, ranks: int = 1

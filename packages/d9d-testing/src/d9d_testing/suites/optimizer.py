@@ -23,6 +23,7 @@ _SHAPES: Mapping[str, Sequence[int]] = {
     "layer.weight": (5, 5),
     "layer.bias": (5,),
     "norm.weight": (5,),
+    "head.weight": (1, 5),  # of two ranks, one has no row of the head
 }
 
 
@@ -36,7 +37,8 @@ class OptimizerSuite(ComponentSuite):
             config = {"lr": 0.1}
 
     Attributes:
-        shapes: name -> shape of the parameters; in a world of two ranks, some are sharded unevenly.
+        shapes: name -> shape of the parameters; in a world of two ranks, some are sharded: by default also unevenly,
+            and one with an empty shard.
         dtypes: dtypes of the parameters.
         device: device of the parameters.
         linear_in_lr: whether the first update is proportional to the learning rate; ``False`` for optimizers whose
@@ -291,9 +293,10 @@ class OptimizerSuite(ComponentSuite):
             assert not changed, f"{dtype}: with parameters of other ranks on the meta device, {changed} differ"
 
     def test_sharded_parameters_are_updated_as_whole_ones(self) -> None:
-        """Updates of DTensors over two ranks, sharded (also unevenly) or replicated, match updates of plain tensors.
+        """Updates of DTensors over two ranks, sharded or replicated, match updates of plain tensors.
 
-        State has the same names, full shapes, dtypes and initial values; a closed gate changes nothing.
+        Shards may be uneven or empty. State has the same names, full shapes, dtypes and initial values; a closed gate
+        changes nothing.
         """
         for dtype in self.dtypes:
             results = World(2).run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -69,15 +69,15 @@ class InferenceTaskSuite(ComponentSuite):
         task = self.ready()
         with HostReads() as reads:
             kept = task.process(outputs, microbatch)
-        assert not reads.found, (
-            f"process() reads values on the host ({', '.join(sorted(set(reads.found)))}), which waits for the device; "
-            "compute with tensors, and read values in rows()"
-        )
         for name, tensor in kept.items():
             assert isinstance(tensor, Tensor), f"process() keeps '{name}', a {type(tensor).__name__}; keep tensors"
             shape = list(tensor.shape)
             assert shape[:1] == [count], f"process() keeps '{name}' of shape {shape}; the first dimension is {count}"
             assert not tensor.requires_grad, f"process() keeps '{name}' with its graph; detach it"
+        assert not reads.found, (
+            f"process() reads values on the host ({', '.join(sorted(set(reads.found)))}), which waits for the device; "
+            "compute with tensors, and read values in rows()"
+        )
 
     def test_rows_have_the_columns_that_are_declared(self) -> None:
         """``rows`` returns the declared columns, equally long, with a row for each sample.
@@ -96,15 +96,21 @@ class InferenceTaskSuite(ComponentSuite):
         assert not tensors, f"values of {tensors} are tensors; return JSON values or lists of numbers, as of tolist()"
 
     def test_rows_of_a_sample_do_not_depend_on_the_others(self) -> None:
-        """``rows`` of two halves of the kept tensors together equal ``rows`` of all; a second call gives equal rows."""
+        """Two halves of the kept tensors, or of the microbatch, together give the rows of all samples.
+
+        A second call gives equal rows, and samples after the first half may be fillers (``rows`` -1).
+        """
         task = self.ready()
         count = len(self.case()[1]["rows"])
         whole = self.rows(task, slice(None))
-        halves = [self.rows(task, part) for part in (slice(0, count // 2), slice(count // 2, count))]
-        for name, values in whole.items():
-            joined = [*halves[0][name], *halves[1][name]]
-            same = len(joined) == len(values) and all(map(_same, joined, values))
-            assert same, f"column '{name}' differs if rows() gets the samples in two halves"
+        parts = slice(0, count // 2), slice(count // 2, count)
+        _assert_joined(whole, [self.rows(task, part) for part in parts], "rows() gets the samples in two halves", _same)
+        cut = [self._rows(task, *self._of(part), slice(None)) for part in parts]
+        _assert_joined(whole, cut, "process() gets the samples in two halves", _close)
+        outputs, microbatch = self.case()
+        fillers = {**microbatch, "rows": microbatch["rows"].index_fill(0, torch.arange(count // 2, count), -1)}
+        filled = [self._rows(task, outputs, fillers, parts[0]), self.rows(task, parts[1])]
+        _assert_joined(whole, filled, "the other samples are fillers", _close)
         again = self.rows(task, slice(None))
         assert all(all(map(_same, again[name], values)) for name, values in whole.items()), "a second call differs"
 
@@ -138,11 +144,36 @@ class InferenceTaskSuite(ComponentSuite):
 
     def rows(self, task: Any, samples: slice) -> Columns:
         """Rows of some samples, computed as the engine does."""
+        return self._rows(task, *self.case(), samples)
+
+    def part(self, tensors: Mapping[str, Tensor], samples: slice) -> Mapping[str, Tensor]:
+        """Some samples of the outputs or of the microbatch; by default a slice of each tensor [B, ...] of B samples."""
+        count = len(self.case()[1]["rows"])
+        return {name: tensor[samples] if tensor.shape[:1] == (count,) else tensor for name, tensor in tensors.items()}
+
+    def _of(self, samples: slice) -> tuple[Mapping[str, Tensor], Microbatch]:
         outputs, microbatch = self.case()
+        return self.part(outputs, samples), self.part(microbatch, samples)
+
+    def _rows(self, task: Any, outputs: Mapping[str, Tensor], microbatch: Microbatch, samples: slice) -> Columns:
         with torch.inference_mode():
             kept = {**task.process(outputs, microbatch), "rows": microbatch["rows"]}
             rows: Columns = task.rows({name: tensor[samples] for name, tensor in kept.items()})
         return rows
+
+
+def _assert_joined(whole: Columns, parts: Sequence[Columns], condition: str, equal: Callable[[Any, Any], bool]) -> None:
+    for name, values in whole.items():
+        joined = [value for part in parts for value in part[name]]
+        same = len(joined) == len(values) and all(map(equal, joined, values))
+        assert same, f"column '{name}' differs if {condition}"
+
+
+def _close(left: Any, right: Any) -> bool:
+    """Whether two values are equal up to rounding, as sums over batches of different sizes may be."""
+    one, other = np.asarray(left), np.asarray(right)
+    numbers = one.shape == other.shape and {one.dtype.kind, other.dtype.kind} <= set("fiu")
+    return bool(np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)) if numbers else _same(left, right)
 
 
 def _same(left: Any, right: Any) -> bool:
