@@ -111,7 +111,7 @@ def test_parts_are_mixed_over_four_axes(table: ModuleType, tmp_path: Path) -> No
         ),
         (
             {"tp": 2}, [{"name": "tensor_parallel", "match": [f"layers.{layer}"]} for layer in range(2)],
-            r"'tensor_parallel' stands twice in 'parallel', but it divides the positions between all layers; give all",
+            r"'tensor_parallel' stands twice in 'parallel', but it also splits the sequence",
         ),
     ],
     ids=[

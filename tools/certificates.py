@@ -143,13 +143,13 @@ def page(data: Mapping[str, Any]) -> str:
         "",
         "## Families",
         "",
-        f"Models with [plugins of their own](which-checkpoints.md), made on {_made(own)}. {_exact(own['rows'])}.",
+        f"Models with [plugins of their own](which-checkpoints.md), certified on {_made(own)}. {_exact(own['rows'])}.",
         "",
         *_table("family", own["rows"]),
         "",
         "## Types of transformers",
         "",
-        f"Each type of language model in transformers, made on {_made(types)}, by",
+        f"Each type of language model in transformers, certified on {_made(types)}, by",
         "[d9d-transformers](../plugins/d9d-transformers/README.md); a family's plugin reads its types in its place.",
         f"{len(built)} of {len(types['rows'])} types train. {_exact(built)}.",
         "",
@@ -178,7 +178,7 @@ def _made(table: Mapping[str, Any]) -> str:
 def _exact(rows: Sequence[Row]) -> str:
     cells = [standing for row in rows for standing, _ in row["cells"].values() if standing != "not applicable"]
     exact = cells.count("exact")
-    return f"{exact} of the {len(cells)} cells that apply are exact ({exact / max(1, len(cells)):.0%})"
+    return f"{exact} of the {len(cells)} checks that apply are exact up to rounding ({exact / max(1, len(cells)):.0%})"
 
 
 def _table(head: str, rows: Sequence[Row]) -> list[str]:

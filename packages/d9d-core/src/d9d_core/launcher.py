@@ -116,7 +116,10 @@ class EngineStatus:
 
 
 class Launcher(Protocol):
-    """Interface of an engine, made by a :class:`~d9d_core.plugin.LauncherSpec`. Methods do not need torch."""
+    """Interface of a launch engine, such as Slurm or Kubernetes; methods do not need torch.
+
+    Launchers are made by the build function of a :class:`~d9d_core.plugin.LauncherSpec`.
+    """
 
     def require(self) -> None:
         """Check that the engine can be used from this machine.
@@ -127,12 +130,12 @@ class Launcher(Protocol):
         ...
 
     def prepare(self, request: LaunchRequest) -> Submission:
-        """Make the submission of a request. Writes and starts nothing, and does not need the engine.
+        """Make the submission of a request. Writes and starts nothing, and works without the launch engine.
 
         No variable of the environment goes into the submission, because variables may hold tokens.
 
         Raises:
-            LaunchError: the engine cannot run the request.
+            LaunchError: the launch engine cannot run the request.
         """
         ...
 

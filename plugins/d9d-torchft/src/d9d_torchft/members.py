@@ -19,7 +19,8 @@ class Member:
         step: number of completed steps.
         lineage: key of the last committed attempt, whose replicas all have the same state; empty if the state comes
             from a checkpoint or from the initialisation.
-        failures: number of this incarnation's attempts that failed; after a failure, the same members get a new key.
+        failures: number of this incarnation's attempts that failed. It is part of the key of an attempt, so after a
+            failure the same members get a new key.
         store: ``host:port`` of the replica's store, in which the ranks of all replicas can meet.
         servers: ``host:port`` of the transport of each rank.
         group: key of the group that connects the replica's ranks with others; empty without a group.

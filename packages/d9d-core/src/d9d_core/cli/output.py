@@ -14,7 +14,7 @@ def length_of(job: JobConfig) -> str:
 
 
 def mesh_line(job: JobFile) -> str:
-    """Mesh of a job as text, with the size of its ``auto`` axis, or the note about a mesh that was added to the job."""
+    """Mesh of a job as text, with the size of its ``auto`` axis; or the note about a mesh that d9d added to the job."""
     if job.source.note is not None:
         return job.source.note.removeprefix("mesh: ")
     axis = job.source.auto

@@ -278,7 +278,12 @@ def shared_names(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
 
 
 def split_sequences(outlines: Iterable[nn.Module], ranks: int) -> None:
-    """Make outlines (:class:`Assembly`) pass on a rank's own positions only, if a strategy splits the sequence."""
+    """Let outlines return hidden states of one rank's positions only, if a strategy splits the sequence.
+
+    Args:
+        outlines: stages on the meta device, see :class:`Assembly`.
+        ranks: number of ranks over which the sequence is split.
+    """
     for outline in outlines:
         if ranks > 1 and isinstance(outline, SplitsSequence):
             outline.split_sequence(ranks)

@@ -115,7 +115,7 @@ class Updates:
 
 
 def uneven_shards(block: BlockCost, ranks: int) -> tuple[float, float]:
-    """Numbers of parameters, and of trained parameters, of a block on the rank with the most; experts are left out.
+    """Numbers of parameters, and of trained parameters, of a block's largest shard; experts are left out.
 
     Rows are sharded unevenly: of 257 rows over four ranks, the first has 65. Parameters that no op lists in its weights
     are counted as evenly sharded.

@@ -86,7 +86,8 @@ class KernelSuite:
     def test_values_are_those_of_the_reference(self) -> None:
         """Values match the reference op in float64, over dtypes and odd shapes.
 
-        The shape and the dtype of an output must equal the reference op's in the kernel's own dtype.
+        The shape and the dtype of an output must equal the shape and the dtype that the reference op returns for inputs
+        of the same dtype.
         """
         for where, signature, call in self.accepted():
             with torch.no_grad():

@@ -19,7 +19,7 @@ __all__ = ["Compute"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Call of a function of full tensors, shared by the values that stand for its results."""
+    """Call of a function whose arguments are full tensors; one call for all :class:`Computed` values of its results."""
 
     function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     inputs: Mapping[str, Value]

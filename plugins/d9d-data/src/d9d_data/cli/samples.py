@@ -32,7 +32,7 @@ class Sample:
     Attributes:
         tokens: token ids ``[S]``.
         targets: next tokens ``[S]``; -100 where no token is learned. ``None`` if the task predicts no tokens.
-        marks: whether each token has a label, ``[S]``.
+        marks: whether each token has a label, ``[S]``; ``None`` if the dataset labels no tokens.
         documents: index of each token's document in the sample, ``[S]``.
         name: name of the text, such as ``chosen``, if a sample has several texts.
         label: class of the sample, if it has one.

@@ -177,9 +177,12 @@ class Items:
             if array.shape != arrays[0].shape:
                 raise DataError(
                     f"data.padding: field '{name}' has shape {list(arrays[0].shape)} in item {indices[0]} of "
-                    f"{config.build} and {list(array.shape)} in item {index}; set its padding value, "
-                    f"such as 'padding: {{{name}: 0}}'"
-                    + ("" if array.ndim == 1 else ", which is for one-dimensional fields")
+                    f"{config.build} and {list(array.shape)} in item {index}; "
+                    + (
+                        f"set its padding value, such as 'padding: {{{name}: 0}}'"
+                        if array.ndim == 1
+                        else "return equal shapes, since only one-dimensional fields can be padded"
+                    )
                 )
         return np.stack(arrays)
 

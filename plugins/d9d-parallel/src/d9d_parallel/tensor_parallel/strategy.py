@@ -81,8 +81,8 @@ class TensorParallel:
         assert group is not None  # a topology with a mesh has this group
         if any(isinstance(one, DTensor) and "tp" in _names_of(one.device_mesh) for one in stage.parameters()):
             raise BuildError(
-                f"strategy '{self._config.name}' stands twice in 'parallel', but it divides the positions between all "
-                "layers; give all patterns in the field 'match' of one entry"
+                f"strategy '{self._config.name}' stands twice in 'parallel', but it also splits the sequence outside "
+                "of the layers that it matches; give all patterns in the field 'match' of one entry"
             )
         numbers = topology.grid("dense").group(topology.rank, ["tp"])
         communication = TensorCommunication(stage, numbers)

@@ -60,8 +60,8 @@ def experts_of(stage: nn.Module, published: Mapping[str, str], config: LowRankCo
 
     The module's name has ``*`` instead of the expert's number. A file has an update for each matrix of each expert,
     because published files store a matrix for each expert. If transformers stacks the experts of a layer in one tensor,
-    the ``peft`` library stacks the updates; it then needs updates of all of the layer's expert weights, with ``r`` and
-    ``alpha`` of the config, and does not support the scale of rsLoRA.
+    the ``peft`` library stacks the updates; then the library needs updates of all expert weights of the layer, with
+    ``r`` and ``alpha`` of the config, and does not support the scale of rsLoRA.
 
     Raises:
         CheckpointError: some expert weights of a layer have no update, a pattern changes their rank or alpha, the scale

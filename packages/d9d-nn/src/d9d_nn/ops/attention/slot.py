@@ -119,13 +119,13 @@ class AttentionSlot(OpSlot):
             self._check(self.backend, self.function)
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
-        """Use a function instead of any backend, also to make the masks.
+        """Use a function instead of any backend; it also makes the masks of the slot.
 
         Args:
             function: may have ``prepare(documents, length, window, device)``, which makes the mask for its calls. Then
                 its attribute ``backend`` must be a name: slots with the same name, window and kind share a mask.
-                Without ``prepare``, there are no masks. If its ``mask_kinds`` name other kinds than causal,
-                ``prepare`` gets the keyword ``mask`` for these kinds.
+                Without ``prepare``, there are no masks. If the function's ``mask_kinds`` name other kinds of masks than
+                causal, ``prepare`` also gets the kind, as the keyword argument ``mask``.
 
         Raises:
             BuildError: the function does not compute this kind of mask.

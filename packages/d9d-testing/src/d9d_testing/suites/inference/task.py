@@ -1,4 +1,4 @@
-"""Conformance suite of inference tasks: rows of each sample, independent of its batch."""
+"""Conformance suite of inference tasks: the rows of a sample must not depend on the other samples of its batch."""
 
 from __future__ import annotations
 
