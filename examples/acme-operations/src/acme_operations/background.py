@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 from pathlib import Path
 
 from d9d_core.errors import LaunchError
@@ -44,7 +43,8 @@ class Background:
         """Start the script in a session of its own."""
         for script in submission.files:
             script.with_name(_STATUS).unlink(missing_ok=True)
-        return str(subprocess.Popen(submission.command, start_new_session=True).pid)  # noqa: S603 - our own script
+        # Not a Popen object, which would warn when it is dropped while the script runs.
+        return str(os.posix_spawnp(submission.command[0], submission.command, os.environ, setsid=True))
 
     def status(self, identifier: str, folder: Path, lines: int) -> EngineStatus:
         """Read the exit status that the script wrote, or look for its process."""
