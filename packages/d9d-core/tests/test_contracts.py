@@ -106,8 +106,8 @@ def test_a_metrics_state_has_the_names_and_merges_of_its_reductions() -> None:
     with pytest.raises(BuildError) as caught:
         check_metric(chosen("metric"), metric({"a": "sum", "b": "mean"}, a=torch.ones(1), b=torch.ones(1)))
     assert str(caught.value) == (
-        "place: metric 'x' (acme): its 'reductions' merge 'b' by 'mean'; choose from: sum, max, min; express a mean by "
-        "a sum and a count"
+        "place: metric 'x' (acme): 'reductions' gives 'b' the unknown 'mean'; choose from: sum, max, min; express a "
+        "mean by a sum and a count"
     )
     with pytest.raises(BuildError, match=r"must have the same names; only one has: b, c$"):
         check_metric(chosen("metric"), metric({"a": "sum", "b": "sum"}, a=torch.ones(1), c=torch.ones(1)))

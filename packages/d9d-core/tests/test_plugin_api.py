@@ -43,10 +43,10 @@ def test_a_plugin_of_each_supported_api_loads(stated: int, install: Install) -> 
     [
         ("1", "was written for plugin API 1, this d9d-core offers APIs 2 to 4; install a newer acme"),
         ("5", "was written for plugin API 5, this d9d-core offers APIs 2 to 4; install a newer d9d-core"),
-        ("2.0", "states D9D_API = 2.0, not a number; write D9D_API = 4"),
-        ("'2'", "states D9D_API = '2', not a number; write D9D_API = 4"),
-        ("True", "states D9D_API = True, not a number; write D9D_API = 4"),
-        ("range(2, 4)", "states D9D_API = range(2, 4), not a number; write D9D_API = 4"),
+        ("2.0", "states D9D_API = 2.0, not an integer; write D9D_API = 4"),
+        ("'2'", "states D9D_API = '2', not an integer; write D9D_API = 4"),
+        ("True", "states D9D_API = True, not an integer; write D9D_API = 4"),
+        ("range(2, 4)", "states D9D_API = range(2, 4), not an integer; write D9D_API = 4"),
         ("None", "does not state its plugin API; write D9D_API = 4 in acme_plugin"),
     ],
 )

@@ -53,9 +53,9 @@ def problem(directory: Path, code: str) -> str:
         ("import os; os._exit(0)", "failed to import: SystemExit('os._exit(0)')"),
         (HOOK.format("import os; os._exit(3)"), "failed in d9d_tasks: SystemExit('os._exit(3)')"),
         ("def f(): f()\nf()", "failed to import: RecursionError("),
-        ("D9D_API = '1'", "states D9D_API = '1', not a number; write D9D_API = 2"),
-        ("D9D_API = True", "states D9D_API = True, not a number; write D9D_API = 2"),
-        ("D9D_API = [1]", "states D9D_API = [1], not a number; write D9D_API = 2"),
+        ("D9D_API = '1'", "states D9D_API = '1', not an integer; write D9D_API = 2"),
+        ("D9D_API = True", "states D9D_API = True, not an integer; write D9D_API = 2"),
+        ("D9D_API = [1]", "states D9D_API = [1], not an integer; write D9D_API = 2"),
         ("raise ValueError('x' * 1_000_000)", "(1,000,014 characters)"),
         (r"raise ValueError('\ud800')", r"failed to import: ValueError('\ud800')"),
         (

@@ -299,7 +299,7 @@ def test_blocked_plugins_are_not_imported_and_say_so(install: Install) -> None:
 
 def test_a_required_plugin_must_load(install: Install) -> None:
     install("acme-moe", "9.9", "1 / 0")
-    with pytest.raises(PluginError, match=r"plugins.require: acme-moe 9.9 failed to import"):
+    with pytest.raises(PluginError, match=r"plugins.require: the required plugin acme-moe 9.9 failed to import"):
         discover(ours(require=frozenset({"acme-moe"})))
 
 

@@ -187,7 +187,8 @@ def test_a_second_ctrl_c_says_what_it_costs(tmp_path: Path) -> None:
     result = interrupted(tmp_path, "step")
     assert result.returncode == 130
     assert (
-        result.stderr == "interrupted: Ctrl-C again, so stopped at once; steps after the newest checkpoint are lost\n"
+        result.stderr
+        == "interrupted: Ctrl-C while stopping: ended at once; steps after the newest checkpoint are lost\n"
     )
 
 

@@ -45,7 +45,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
     )
     yield TaskSpec(
         name="distillation",
-        summary="Next-token distribution of a teacher in the same job; terms divergence and maybe cross_entropy.",
+        summary="Next-token distribution of a teacher in the same job; loss terms divergence and cross_entropy.",
         config=Ref("d9d_nn.distillation.config:DistillationConfig"),
         build=Ref("d9d_nn.distillation.task:Distillation"),
         reads={"tokens": 2, "targets": 2},

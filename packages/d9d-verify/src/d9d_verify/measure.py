@@ -134,9 +134,10 @@ class Witness:
 
 
 class Jitter:
-    """Subscriber that perturbs the output of each layer, and each gradient, by up to half of the last bit, at random.
+    """Subscriber that randomly perturbs the outputs of modules without submodules, and gradients, in their last bit.
 
-    Correct kernels, layouts and summation orders differ by as much. So differences that these perturbations cause, such
+    Each element is multiplied by a random factor between 1 - eps / 2 and 1 + eps / 2, and rounded. Correct kernels,
+    layouts and summation orders differ by as much. So differences that these perturbations cause, such
     as a token that goes to another expert, or another rounding in the matrix products of Muon, are not errors.
 
     Args:

@@ -62,7 +62,7 @@ def layer_mappers(config: HybridConfig, *, joined: bool) -> Iterator[Mapper]:
 
     Args:
         config: config of the model.
-        joined: whether files hold all projections of Gated DeltaNet in two matrices, with rows sorted by key head.
+        joined: whether files hold the input projections of Gated DeltaNet in two matrices, rows sorted by key head.
     """
     yield from layer_names(_NORMS)
     dense = config.dense_layers if isinstance(config, Qwen3NextConfig) else range(config.num_layers)

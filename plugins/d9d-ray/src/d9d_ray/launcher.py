@@ -248,7 +248,7 @@ def _parts(identifier: str) -> tuple[str, str]:
     if found is None:
         raise LaunchError(
             f"{identifier[:80]!r} is not process/HOST/PID or job/ID of a submission to Ray; "
-            "look for it with ray job list"
+            "find the ID of a job with ray job list"
         )
     if found[4]:
         return "job", found[5]

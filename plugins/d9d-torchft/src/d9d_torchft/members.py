@@ -17,10 +17,10 @@ class Member:
         name: name of the replica, the same after each of its restarts.
         incarnation: random text, new at each start of the replica.
         step: number of completed steps.
-        lineage: key of the last committed attempt, whose replicas all have the same state; empty if the state comes
-            from a checkpoint or from the initialisation.
-        failures: number of this incarnation's attempts that failed. It is part of the key of an attempt, so after a
-            failure the same members get a new key.
+        lineage: key that all replicas with this state share: the key of the last committed attempt, or before the first
+            commit, of the attempt in which they took the same state; empty before the first attempt.
+        failures: number of this incarnation's attempts that failed. The key of a group depends on it, so after a
+            failure the same members form a group with a new key.
         store: ``host:port`` of the replica's store, in which the ranks of all replicas can meet.
         servers: ``host:port`` of the transport of each rank.
         group: key of the group that connects the replica's ranks with others; empty without a group.

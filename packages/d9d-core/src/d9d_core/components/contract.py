@@ -250,7 +250,7 @@ def check_metric(chosen: Chosen, metric: Metric) -> None:
     for name, reduction in reductions.items():
         if reduction not in REDUCTIONS:
             known = f"choose from: {', '.join(REDUCTIONS)}; express a mean by a sum and a count"
-            raise BuildError(f"{subject(chosen)}: its 'reductions' merge '{name}' by '{reduction}'; {known}")
+            raise BuildError(f"{subject(chosen)}: 'reductions' gives '{name}' the unknown '{reduction}'; {known}")
     from torch import Tensor
 
     state = metric.state()

@@ -85,7 +85,7 @@ class Named:
         try:
             selector, _ = find_model(location, registry)
         except D9dError as error:
-            raise JobError(f"pretrained: {location}: {error}") from error
+            raise JobError(f"pretrained: no model can be chosen for {location}: {error}") from error
         return self._resolve({**fields, "name": selector}, registry, context)
 
     def _resolve(self, fields: Mapping[str, Any], registry: Registry, context: dict[str, Any]) -> PluginConfig:

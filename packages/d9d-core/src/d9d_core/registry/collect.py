@@ -111,7 +111,7 @@ class Collector:
         if written_for is None:
             raise RefusedError(f"does not state its plugin API; write D9D_API = {newest} in {origin.module}")
         if type(written_for) is not int:
-            raise RefusedError(f"states D9D_API = {shown(written_for)}, not a number; write D9D_API = {newest}")
+            raise RefusedError(f"states D9D_API = {shown(written_for)}, not an integer; write D9D_API = {newest}")
         offered = f"API {newest}" if oldest == newest else f"APIs {oldest} to {newest}"
         text = f"was written for plugin API {written_for}, this d9d-core offers {offered}; "
         if written_for > newest:

@@ -52,7 +52,7 @@ def _enforce(policy: PluginPolicy, registry: Registry) -> None:
     for distribution in sorted(policy.require - loaded):
         broken = next((p for p in registry.problems if p.origin.distribution == distribution), None)
         if broken:
-            raise plugin_error(f"plugins.require: {broken}", broken.error) from broken.error
+            raise plugin_error(f"plugins.require: the required plugin {broken}", broken.error) from broken.error
         reason = registry.blocked.get(distribution)
         hint = (
             f"is not loaded: {reason}" if reason else f"is not installed; install it with: pip install {distribution}"

@@ -148,5 +148,5 @@ class Interrupts:
         if self._is_in_child(number):
             return
         if self.requested is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt("Ctrl-C again, so stopped at once; steps after the newest checkpoint are lost")
+            raise KeyboardInterrupt("Ctrl-C while stopping: ended at once; steps after the newest checkpoint are lost")
         self.requested = signal.Signals(number).name

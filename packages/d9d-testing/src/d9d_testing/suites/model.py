@@ -367,7 +367,7 @@ class ModelSuite:
     def test_a_call_does_not_depend_on_earlier_ones(
         self, spec: ModelSpec, config: Any, language_model: nn.Module
     ) -> None:
-        """A microbatch gives the same result in a new model and in one that computed an equally shaped one before."""
+        """A microbatch gives the same result in a new model as after another microbatch of its shape."""
         first = microbatch(config)
         second = {name: tensor.flip(0) for name, tensor in first.items()}
         expected = initialised(spec, config)(**second)["token_loss"]

@@ -19,7 +19,10 @@ __all__ = ["Compute"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Call of a function whose arguments are full tensors; one call for all :class:`Computed` values of its results."""
+    """Function of full tensors and its inputs, shared by the :class:`Computed` values of all its results.
+
+    Each of these values runs the function when it is read.
+    """
 
     function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     inputs: Mapping[str, Value]

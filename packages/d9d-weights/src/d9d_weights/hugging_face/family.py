@@ -1,4 +1,4 @@
-"""Families of models in transformers: names of classes and tensors, also of the head in files. Imports no torch."""
+"""Families of models in transformers: names of classes and tensors, and the head that an export writes. No torch."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class Items:
                     f"{config.build} and {list(array.shape)} in item {index}; "
                     + (
                         f"set its padding value, such as 'padding: {{{name}: 0}}'"
-                        if array.ndim == 1
+                        if array.ndim == arrays[0].ndim == 1
                         else "return equal shapes, since only one-dimensional fields can be padded"
                     )
                 )

@@ -108,7 +108,7 @@ class IterablePacks:
 class IterableStream(PackStream):
     """Stream of an iterable dataset; each item is a sample. A pack is the next ``batch_size`` items.
 
-    Rank r of R takes the r-th of R equal runs of the pack. The stream has no end, and cannot make one pass.
+    Rank r of R takes the r-th of R equal contiguous parts of the pack. The stream has no end, and cannot make one pass.
 
     Args:
         config: config of the dataset.

@@ -94,8 +94,8 @@ class DatasetStream(PackStream):
     """Stream of a map-style dataset, each item of which is a sample.
 
     A pack, the samples of one step, has the next ``batch_size`` samples of a global order. Without buckets, rank r of R
-    takes the r-th of R equal runs of the pack. With buckets, the samples of a pack are dealt to the ranks in order of
-    size, so that the n-th microbatches of all ranks have similar sizes.
+    takes the r-th of R equal contiguous parts of the pack. With buckets, the samples of a pack are dealt to the
+    ranks in order of size, so that the n-th microbatches of all ranks have similar sizes.
 
     Args:
         config: config of the dataset.

@@ -65,8 +65,8 @@ def build_mixture(
 class MixtureStream(PackStream):
     """Stream of a mixture of several datasets.
 
-    A pack, the samples of one step, has the next ``batch_size`` samples of one global order. It is cut into R equal
-    parts, of which rank r takes the r-th, divided into microbatches, each as long as its longest sample.
+    A pack, the samples of one step, has the next ``batch_size`` samples of one global order. Rank r of R takes the r-th
+    of R equal contiguous parts of the pack, divided into microbatches, each padded to its longest sample.
 
     Args:
         config: weights and epochs of the parts.

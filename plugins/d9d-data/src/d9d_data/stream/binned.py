@@ -26,7 +26,8 @@ class BinStream(CorpusStream):
     """Stream of bins: each sample has as many documents as fit; longer documents are cut into several pieces.
 
     Every epoch has the same bins, in another random order unless ``shuffle`` is false. A pack, the samples of one step,
-    has the next ``batch_size`` bins of one global order; rank r of R takes the r-th of R equal runs of the pack.
+    has the next ``batch_size`` bins of one global order; rank r of R takes the r-th of R equal contiguous parts
+    of the pack.
 
     Raises:
         DataError: the batch is larger than the data.

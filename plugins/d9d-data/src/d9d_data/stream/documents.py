@@ -127,8 +127,8 @@ class DocumentStream(CorpusStream):
                 f"the checkpoint was saved after {consumed} samples with a batch size of {batch_size} and a "
                 f"bucket_window of {window}; with a batch size of {self._batch_size} and a bucket_window of "
                 f"{self._window}, some samples nearby would be repeated and others left out. Keep both unchanged, or "
-                f"change them at the end of an epoch ({self._order.order.samples} samples) at which a batch ends with "
-                "the old batch size and with the new one"
+                "change them where a window ends with the old sizes and with the new ones, such as at the end of an "
+                f"epoch whose {self._order.order.samples} samples are a multiple of both batch sizes"
             )
         self._consumed = consumed
 

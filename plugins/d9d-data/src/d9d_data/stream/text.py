@@ -85,8 +85,8 @@ class TextStream(CorpusStream):
     """Stream of text: samples of equal length, cut from all documents concatenated.
 
     A pack, the samples of one step, has the next ``batch_size`` samples of one global order. Rank r of R takes the r-th
-    of R equal runs of the pack, cut into microbatches. The order of the samples depends neither on the number of ranks
-    nor on the microbatch size.
+    of R equal contiguous parts of the pack, cut into microbatches. The order of the samples depends neither on the
+    number of ranks nor on the microbatch size.
     """
 
     def __init__(self, config: TextConfig | PackableConfig, context: DataContext, corpus: Corpus) -> None:

@@ -84,7 +84,7 @@ class AdaptedLinear(Adapted):
         self.lora_share = (0, 1)
 
     def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
-        """Factors A and B with how each is split; see :class:`d9d_core.model.HasLinearTerms`."""
+        """Names of the factors A and B, each with its role in the layer; see :class:`d9d_core.model.HasLinearTerms`."""
         return {LORA_A: "in", LORA_B: "out"}
 
     def share_inputs(self, part: int, parts: int) -> None:

@@ -119,13 +119,13 @@ class AttentionSlot(OpSlot):
             self._check(self.backend, self.function)
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
-        """Use a function instead of any backend; it also makes the masks of the slot.
+        """Call a function instead of any backend, and its ``prepare``, if it has one, for masks.
 
         Args:
-            function: may have ``prepare(documents, length, window, device)``, which makes the mask for its calls. Then
-                its attribute ``backend`` must be a name: slots with the same name, window and kind share a mask.
-                Without ``prepare``, there are no masks. If the function's ``mask_kinds`` name other kinds of masks than
-                causal, ``prepare`` also gets the kind, as the keyword argument ``mask``.
+            function: may have ``prepare(documents, length, window, device)``, which returns the mask for its calls;
+                without it, calls get no mask. With ``prepare``, it also needs the attribute ``backend``, a name: slots
+                with the same name, window and kind share a mask. If the mask of the slot is not causal, ``prepare``
+                also gets its kind, as the keyword argument ``mask``.
 
         Raises:
             BuildError: the function does not compute this kind of mask.

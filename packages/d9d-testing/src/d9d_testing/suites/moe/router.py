@@ -29,8 +29,8 @@ class RouterSuite:
             factory = "my_package.my_router:MyRouter"
             settings = {"plain": {}, "dropping": {"capacity": 1.0}}
 
-    A router is called with tokens [T, H], and with the number of samples as ``samples``; it returns a
-    :class:`d9d_moe.router.routing.TopKRouting` or an object with the same attributes.
+    A router is called with tokens [T, H], and optionally with ``samples``, their number of samples (default 1); it
+    returns a :class:`d9d_moe.router.routing.TopKRouting` or an object with the same attributes.
 
     Attributes:
         factory: ``module:attribute`` or ``file.py:attribute`` of ``(H, E, k, **settings) -> nn.Module``.
