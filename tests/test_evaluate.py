@@ -132,7 +132,7 @@ def test_a_run_is_compared_with_itself_and_with_another_step(d9d: Command, small
         (["nowhere"], "nowhere: it does not exist; give a job file, the directory of a run"),
         (["MODEL"], "no data is given; add --data FILE.jsonl, or --like JOB"),
         (["MODEL", "--data", "EMPTY"], "is empty; give a file with records"),
-        (["MODEL", "--data", "OTHER"], ":1 has query; give records with text, messages, or prompt and completion"),
+        (["MODEL", "--data", "OTHER"], "has query; give records with text, messages, or prompt and completion"),
         (["MODEL", "--data", "TEXTS", "--checkpoint", "best"], "is a pretrained model without checkpoints"),
         (["JOB"], "the run has no checkpoint in"),
         (

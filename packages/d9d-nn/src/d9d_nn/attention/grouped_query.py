@@ -169,7 +169,8 @@ class GroupedQueryAttention(nn.Module):
         if self.output_gate:
             return self._gated(hidden, rotation, documents)
         query, key, value = self._inputs(hidden, rotation)  # [B, S, N, D], [B, S, K, D], [B, S, K, D]
-        mixed = self._attend(query, key, value, documents)  # [B, S, N, D]
+        sinks = () if self.sinks is None else (self.sinks(),)  # [N]
+        mixed = self.core(query, key, value, documents, *sinks)  # [B, S, N, D]
         return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 
     def _gated(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
@@ -178,13 +179,9 @@ class GroupedQueryAttention(nn.Module):
         key = self.k_proj(hidden).view(*places, self.head_dim)  # [B, S, K, D]
         value = self.v_proj(hidden).view(*places, self.head_dim)  # [B, S, K, D]
         query, key = self._placed(query, key, rotation)
-        mixed = self._attend(query, key, value, documents) * gate.sigmoid()  # [B, S, N, D]
-        return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: AttentionMasks | Documents) -> Tensor:
         sinks = () if self.sinks is None else (self.sinks(),)  # [N]
-        mixed: Tensor = self.core(query, key, value, documents, *sinks)
-        return mixed
+        mixed = self.core(query, key, value, documents, *sinks) * gate.sigmoid()  # [B, S, N, D]
+        return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 
     @in_one_op("attention_inputs")
     def _inputs(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
