@@ -95,11 +95,14 @@ def test_the_model_of_a_checkpoint_is_the_one_that_it_names(tmp_path: Path) -> N
     [
         ({"blocks": 2}, "model: expected the name of a model, or a mapping with 'name', not {'blocks': 2}"),
         ({"pretrained": None}, "model: expected the name of a model, or a mapping with 'name'"),
-        ({"pretrained": "other"}, "model: pretrained: other: no installed model reads model_type 'llama'"),
+        (
+            {"pretrained": "other"},
+            "model: pretrained: no model can be chosen for other: no installed model reads model_type 'llama'",
+        ),
         ({"pretrained": "org/name"}, "hf download org/name --local-dir name, then set model.pretrained to ./name"),
         (
             {"pretrained": "absent"},
-            "pretrained: absent: the config.json of absent cannot be read (No such file or directory)",
+            "no model can be chosen for absent: the config.json of absent cannot be read (No such file or directory)",
         ),
         (
             {"name": "toy_model", "pretrained": "other"},

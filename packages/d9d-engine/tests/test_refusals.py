@@ -168,7 +168,7 @@ WRONG: list[tuple[str, type, str, Any, str]] = [
         ToyMetric,
         "reductions",
         {"sum": "sum", "count": "mean"},
-        "merges 'count' by 'mean'; choose from: sum, m",
+        "gives 'count' the unknown 'mean'; choose from: sum, m",
     ),
     ("d9d_metrics", ToyMetric, "reductions", {"sum": "sum"}, "must have the same names; only one has: count"),
     ("d9d_metrics", ToyMetric, "state", lambda self: [1], "(acme): state() returned a list, not Mapping"),

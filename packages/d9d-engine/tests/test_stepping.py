@@ -173,7 +173,7 @@ def test_a_second_ctrl_c_in_a_step_has_no_effect_on_a_later_run(job: MakeJob) ->
     list(trainer.steps(2))
     trainer.save()
     trainer.step.executor.run = strike  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt, match="so stopped at once"):
+    with pytest.raises(KeyboardInterrupt, match="ended at once"):
         list(trainer.steps(2))
     trainer.step.executor.run = forward  # type: ignore[method-assign]
     assert len(list(trainer.steps(3))) == 3
