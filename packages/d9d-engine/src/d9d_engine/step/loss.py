@@ -95,7 +95,8 @@ class LossScale:
     def settle(self, loss: StageLoss, gradients: Gradients) -> StageLoss:
         """Scale loss and gradients if the weight depends on outputs. Collective over all ranks in that case.
 
-        If replicas take their own steps, their losses are scaled by their shares of the weights.
+        Otherwise they were scaled before the backward; but if replicas take their own steps, this method scales their
+        losses by their shares of the weights.
 
         Args:
             loss: sums of the terms, and the weight of this rank's outputs.

@@ -97,7 +97,7 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
 def check_replicas(
     parameters: Mapping[str, Tensor], ownership: Ownership, topology: Topology, applied: Iterable[tuple[str, Applied]]
 ) -> Ownership:
-    """Find the axes along which replicas diverge; check that all trained parameters diverge and can become equal again.
+    """Find the axes along which replicas diverge; check that there either all trained parameters diverge, or none.
 
     Args:
         parameters: name -> parameter, after all strategies.

@@ -186,7 +186,11 @@ class DocumentPacks:
     layout: Layout
 
     def unused(self, samples: int) -> float:
-        """Fraction of padding in the first ``samples``, a multiple of the batch size, over all ranks."""
+        """Fraction of padding in the first samples of all ranks.
+
+        Args:
+            samples: number of samples, a multiple of the batch size.
+        """
         layout, multiple = self.layout, self.samples.pad_multiple
         used = padded = 0
         for consumed in range(0, samples, layout.batch_size):
