@@ -128,8 +128,8 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
             (1 << 40).to_bytes(8, "little") + b"{}",
             "the file has 10 bytes, but its first bytes give a header of 1099511627776",
         ),
-        (header(a=ENTRY) + bytes(7), "its tensors need 8 bytes after the header, but the file has 7"),
-        (header(a=ENTRY) + bytes(9), "its tensors need 8 bytes after the header, but the file has 9"),
+        (header(a=ENTRY) + bytes(7), "its tensors need 8 bytes after the header, but 7 follow it"),
+        (header(a=ENTRY) + bytes(9), "its tensors need 8 bytes after the header, but 9 follow it"),
         (header(a=ENTRY, b={**ENTRY, "data_offsets": [4, 12]}) + bytes(12), "tensor 'b' overlaps the tensor before it"),
         (
             header(a=ENTRY, b={**ENTRY, "data_offsets": [12, 20]}) + bytes(20),

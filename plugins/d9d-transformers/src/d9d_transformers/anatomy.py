@@ -321,7 +321,7 @@ class _Examination:
         self._calls.setdefault(layer, []).append(call)
 
     def _kind(self, path: str, module: nn.Module, given: Tensor, made: Tensor) -> Kind | None:
-        """Kind of a module in the cost model; ``None`` if its call costs nothing."""
+        """Kind of a module in the cost model; ``None`` if the cost model does not count its call."""
         own = [parameter.shape for parameter in module.parameters(recurse=False)]
         alike = given.shape == made.shape and given.is_floating_point()
         inside = any(True for child in module.children() for _ in child.parameters())

@@ -94,7 +94,7 @@ def _check_shapes(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
             for name, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin))
         )
         raise ValueError(
-            f"rope.triton: {shapes} must have the shapes [B, S, N, D], [B, S, K, D] and twice [B or 1, S, D/2]"
+            f"rope.triton: {shapes}; query must be [B, S, N, D], key [B, S, K, D], cos and sin [B or 1, S, D/2], D even"
         )
 
 

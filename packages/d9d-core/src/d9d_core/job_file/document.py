@@ -124,7 +124,7 @@ class Document:
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Prefix messages of errors raised inside the block with ``file:line``; see :meth:`placed`."""
+        """Add places to the message of a :class:`D9dError` raised inside the block; see :meth:`placed`."""
         try:
             yield
         except D9dError as error:

@@ -95,12 +95,12 @@ class LossScale:
     def settle(self, loss: StageLoss, gradients: Gradients) -> StageLoss:
         """Scale loss and gradients if the weight depends on outputs. Collective over all ranks in that case.
 
-        Otherwise they were scaled before the backward; but if replicas take their own steps, this method scales their
-        losses by their shares of the weights.
+        Otherwise, both were scaled before the backward. If replicas take their own steps, the loss is also scaled, in
+        both cases, by the replica's share of the weight.
 
         Args:
             loss: sums of the terms, and the weight of this rank's outputs.
-            gradients: reduced but unscaled gradients.
+            gradients: reduced gradients; unscaled if the weight depends on outputs.
 
         Returns:
             The loss, as this rank's share of the means.

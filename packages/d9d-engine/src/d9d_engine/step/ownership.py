@@ -97,7 +97,9 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
 def check_replicas(
     parameters: Mapping[str, Tensor], ownership: Ownership, topology: Topology, applied: Iterable[tuple[str, Applied]]
 ) -> Ownership:
-    """Find the axes along which replicas diverge; check that there either all trained parameters diverge, or none.
+    """Find the axes along which replicas diverge.
+
+    If there are any, check that all trained parameters diverge along them, and that replicas can be made equal.
 
     Args:
         parameters: name -> parameter, after all strategies.

@@ -1,7 +1,7 @@
 """Op ``gated_delta_rule``: a state per head that decays and is corrected towards each token's value.
 
 Yang et al. 2024, "Gated Delta Networks", equation 10. The state of a head is a matrix S of D_k x D_v numbers, zero at
-the start of each document; with the normalised key k, the value v, the decay exp(g) and the strength beta of a token:
+the start of each document; with a token's normalised query q and key k, value v, decay exp(g) and strength beta:
 
     S <- exp(g) S
     S <- S + k beta (v - k^T S)

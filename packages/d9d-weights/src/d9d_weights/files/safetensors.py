@@ -325,7 +325,7 @@ class TensorFile:
                 raise self._damaged(f"tensor '{name}' {what}")
             expected = end
         if expected != size:
-            raise self._damaged(f"its tensors need {expected} bytes after the header, but the file has {size}")
+            raise self._damaged(f"its tensors need {expected} bytes after the header, but {size} follow it")
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._name} is damaged: {why}")

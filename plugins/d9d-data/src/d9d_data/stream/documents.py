@@ -186,10 +186,10 @@ class DocumentPacks:
     layout: Layout
 
     def unused(self, samples: int) -> float:
-        """Fraction of padding in the first samples of all ranks.
+        """Fraction of padding tokens in the first samples of the order.
 
         Args:
-            samples: number of samples, a multiple of the batch size.
+            samples: number of samples of all ranks together, a multiple of the batch size.
         """
         layout, multiple = self.layout, self.samples.pad_multiple
         used = padded = 0

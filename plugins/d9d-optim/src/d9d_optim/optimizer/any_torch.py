@@ -195,11 +195,11 @@ class TorchOptimizer(NamedOptimizer):
 
 
 class _Record(dict[str, Any]):
-    """State dict of a parameter that also records the first value stored under each name (slot).
+    """State dict of a parameter that also records the first tensor stored in each slot (name).
 
     Attributes:
-        first: copy of the first tensor of each slot, by slot name.
-        unfit: slots with values other than tensors.
+        first: copies of these tensors, by slot.
+        unfit: slots in which a value other than a tensor or ``None`` was stored.
     """
 
     def __init__(self) -> None:
