@@ -230,7 +230,7 @@ def test_gates_of_another_shape_are_an_error() -> None:
     ("key", "angles"), [((1, 2, 2, 8), (1, 4, 4)), ((1, 4, 2, 6), (1, 4, 4)), ((1, 4, 2, 8), (1, 4, 1))]
 )
 def test_keys_and_angles_of_another_shape_are_an_error(key: tuple[int, ...], angles: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"rope.triton: query \[1, 4, 2, 8\], key .* must have"):
+    with pytest.raises(ValueError, match=r"rope.triton: query \[1, 4, 2, 8\], key .* query must be"):
         rope.rope(normal(1, 4, 2, 8), normal(*key), normal(*angles), normal(*angles))
 
 
@@ -287,7 +287,7 @@ def test_a_compiler_keeps_them_in_one_graph() -> None:
 
 
 def test_sines_of_another_shape_than_the_cosines_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"sin \[1, 4, 3\] must have"):
+    with pytest.raises(ValueError, match=r"sin \[1, 4, 3\]; query must be"):
         rope.rope(normal(1, 4, 2, 8), normal(1, 4, 2, 8), normal(1, 4, 4), normal(1, 4, 3))
 
 
