@@ -188,7 +188,7 @@ class HidesItsFailure(Tracker):
 
 
 class WaitsAfterItsFailure(Tracker):
-    """Opens its file with the first write, and waits in the end for what it could not write."""
+    """Opens its file with the first write, and at the end waits for entries that it could not write."""
 
     def open(self, run: RunInfo, state: State | None) -> Tracker:
         with suppress(OSError):
