@@ -118,7 +118,7 @@ def test_lora_has_tables_of_its_own_and_no_weight_gradients_of_frozen_weights(ro
 @pytest.mark.filterwarnings("default")  # of Dynamo
 def test_contenders_with_lora_train_the_same_numbers_of_parameters(room: SimpleNamespace) -> None:
     setting = room.settings.Setting("tiny", 64, 2, lora=True, backend="eager")
-    found = [room.contender.builder_of(name)(setting, torch.device("cpu")) for name in ("d9d", "peft")]
+    found = [room.contender.builder_of(name)(setting, torch.device("cpu")) for name in ("d9d", "transformers")]
     assert found[0].trained == found[1].trained == 2 * 16 * sum((64 + 64, 2 * (64 + 32), 64 + 64, 3 * (64 + 96)))
     assert found[0].parameters == found[1].parameters
     assert abs(found[0].step().item() - found[1].step().item()) < 0.2

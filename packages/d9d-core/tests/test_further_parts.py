@@ -231,7 +231,7 @@ def test_records_of_plugins_are_listed_checked_and_shown(capsys: pytest.CaptureF
     assert capsys.readouterr().out == json.dumps(expected, indent=1) + "\n"
     with pytest.raises(PluginError, match="^no plugin 'x'; loaded: "):
         check_plugins(registry, "x", as_json=True)
-    with pytest.raises(PluginError, match="^no plugin is installed; to train, begin with: pip install d9d-engine$"):
+    with pytest.raises(PluginError, match=": no plugin is installed; to train, begin with: pip install d9d-engine$"):
         check_plugins(Registry(), None, as_json=True)
 
 

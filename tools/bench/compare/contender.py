@@ -54,9 +54,6 @@ CONTENDERS: Mapping[str, tuple[str, str]] = {
     "transformers-flex-compile": ("transformers, flex, torch.compile", "with_transformers:build_flex_compiled"),
     "transformers-compile": ("transformers + torch.compile", "with_transformers:build_compiled"),
     "liger": ("transformers + Liger", "with_transformers:build_liger"),
-    "peft": ("transformers + peft", "with_transformers:build"),
-    "peft-flex": ("transformers + peft, flex", "with_transformers:build_flex"),
-    "peft-liger": ("transformers + peft + Liger", "with_transformers:build_liger"),
     "torchtitan": ("torchtitan", "with_torchtitan:build"),
     "torchtitan-selective": ("torchtitan, selective", "with_torchtitan:build_selective"),
 }
@@ -65,7 +62,7 @@ DEFAULT = ("d9d", "transformers", "transformers-compile", "liger", "torchtitan")
 #: Contenders that support float8.
 FLOAT8 = ("d9d", "torchtitan")
 #: Contenders that train LoRA.
-LORA = ("d9d", "peft", "peft-liger")
+LORA = ("d9d", "transformers", "liger")
 
 
 def builder_of(name: str) -> Build:

@@ -107,8 +107,8 @@ def check_plugins(
     """
     origins = [*registry.plugins, *(problem.origin for problem in registry.problems)]
     chosen = {origin.distribution for origin in origins if name is None or origin.is_called(name)}
-    if not chosen and name is None:
-        raise PluginError("no plugin is installed; to train, begin with: pip install d9d-engine")
+    if not chosen and (message := nothing_installed(registry)):
+        raise PluginError(message)
     if not chosen:
         known = ", ".join(sorted({origin.distribution for origin in origins}))
         reason = registry.blocked.get(normalise(name or ""))
