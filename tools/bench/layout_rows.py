@@ -11,6 +11,7 @@ DENSE = Row("dense-2b", 4, 4096, compiled=True)
 _MOE = Row("moe-5.6b", 4, 4096, compiled=True)
 _LONG = Row("dense-2b", 1, 32_768, compiled=True, recomputed=True)
 _LLAMA = Row("llama-8b", 1, 8192, compiled=True)
+_DELTA = Row("qwen3.5-3.8b", 1, 32_768, compiled=True, recomputed=True)
 _30B = Row("qwen3-30b-a3b", 4, 4096, compiled=True)
 _SHARDED = (("dp_shard", 2),)
 _EXPERTS = ("fsdp", "expert_parallel")
@@ -19,9 +20,9 @@ _KEPT = {"name": "fsdp", "reshard_after_forward": False}
 _ASYNCHRONOUS = {"name": "tensor_parallel", "asynchronous": True}
 
 
-def context_row(method: str, samples: int, length: int) -> Row:
+def context_row(method: str, samples: int, length: int, base: Row = DENSE) -> Row:
     """Row of ``context_parallel`` over two ranks, with gradients reduced by ``fsdp``."""
-    base = replace(DENSE, samples=samples, length=length, recomputed=length >= 32_768)
+    base = replace(base, samples=samples, length=length, recomputed=length >= 32_768)
     return replace(base, mesh=(("cp", 2),), parallel=({"name": "context_parallel", "method": method}, "fsdp"))
 
 
@@ -107,6 +108,12 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
             for method in ("all_gather", "ring", "ulysses")
         ),
     ),
+    # Gated DeltaNet, and attention in every fourth layer.
+    "delta": tuple(
+        row
+        for length in (32_768, 131_072)
+        for row in (context_row("all_gather", 1, length, _DELTA), replace(_DELTA, length=length))
+    ),
     # Documents of 4,096 tokens, so that a step of a million tokens takes seconds; the memory is the same as with
     # samples of one document. The first row of each kind fits into 80 GB.
     "longest": (
@@ -133,6 +140,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("tiny-moe", 2, 64, mesh=(*_SHARDED, ("ep", 2)), parallel=("fsdp", "expert_parallel")),
         Row("tiny", 4, 64, mesh=(("tp", 2),), parallel=(_ASYNCHRONOUS,)),
         replace(context_row("ring", 1, 64), model="tiny", compiled=False, document=16),
+        replace(context_row("all_gather", 1, 64), model="tiny-delta", compiled=False),
         Row("tiny", 4, 64, microbatch=1, mesh=(("pp", 2),), schedule="1f1b"),
         Row("tiny", 4, 63, mesh=(("tp", 2),), parallel=("tensor_parallel",)),
         Row("tiny-moe", 4, 64, optimizer="stochastic_adamw narrow", peft=LORA),

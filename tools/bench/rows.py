@@ -18,7 +18,17 @@ from d9d_core.registry.registry import Registry
 from random_tokens import Synthetic
 from settings import BETAS, CLIP, DECAY, LR, MODELS
 
-PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_pipeline", "d9d_moe", "d9d_qwen3", "d9d_llama", "d9d_peft")
+PLUGINS = (
+    "d9d_nn",
+    "d9d_optim",
+    "d9d_parallel",
+    "d9d_pipeline",
+    "d9d_moe",
+    "d9d_qwen3",
+    "d9d_qwen3_next",
+    "d9d_llama",
+    "d9d_peft",
+)
 #: Optional packages, used if installed, as in a job.
 OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_quack", "d9d_cublas")
 #: Large models that no other library trains here.

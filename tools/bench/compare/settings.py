@@ -58,6 +58,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     "tiny-llama": _TINY | {"name": "llama", "intermediate_size": 96},
     "tiny": _TINY | {"name": "qwen3", "intermediate_size": 96},
+    "tiny-delta": _TINY | {
+        "name": "qwen3_5", "intermediate_size": 96, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    },
     "tiny-moe": _TINY | {"name": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 32},
 }  # fmt: skip
 
