@@ -2,8 +2,8 @@
 
 For a head, with the symbols of :mod:`d9d_nn.ops.gated_delta_rule` (Yang et al. 2024, section 3.3): q is a chunk's
 normalised queries times ``D_k^-1/2``, k its normalised keys, S the state before the chunk, ``decay[t, s]`` the decay
-from position s to a later position t of the same document, ``r[t]`` the decay from the chunk's first position to t (0
-unless t continues the document of the previous chunk), ``e[s]`` the decay from s to the chunk's end, and
+from position s to a later position t of the same document, ``r[t]`` the decay of S until position t (0 unless t
+continues the document of the previous chunk), ``e[s]`` the decay from s to the chunk's end, and
 
     A[t, s] = beta[t] decay[t, s] k[t] . k[s]  for s < t      T = (1 + A)^-1
     P[t, s] = decay[t, s] q[t] . k[s]          for s <= t     W = T beta r k,  U = T beta V
@@ -12,14 +12,15 @@ the forward computes
 
     changes = U - W S        outputs = r q S + P changes        next S = r[last] S + (e k)^T changes
 
-and the backward, with dO the gradient of the outputs and dS that of the next state,
+and the backward, with dO the gradient of the outputs and dS the gradient of the next state,
 
     d changes = P^T dO + e k dS        previous dS = r[last] dS + (r q)^T dO - W^T d changes
     X = T^T d changes                  d(beta V) = X, and A has the gradient -X changes^T below its diagonal.
 
-X is the gradient of the right side of the system ``(1 + A) changes = beta (V - r k S)``, from which all other gradients
-follow; the gradients of decays are sums over pairs of positions. The forward keeps only its inputs and T; the backward
-recomputes W, U, the states and the changes. States and changes have the dtype of the values in memory, sums are float32.
+X is the gradient of the right side of the system ``(1 + A) changes = beta (V - r k S)``. All other gradients follow
+from these; the gradients of decays are sums over pairs of positions. The forward keeps only its inputs and T; the
+backward recomputes W, U, the states and the changes. States and changes have the dtype of the values in memory, sums
+are float32.
 
 Products read queries and keys as they are in memory: the norms are factors of the products' results. No kernel uses
 atomics, and the host reads nothing from the device.
@@ -35,7 +36,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
@@ -54,6 +54,11 @@ from d9d_triton.support import MOST_HEAD_FEATURES
 CHUNK = 64
 #: Smallest dimension of a matrix product in Triton.
 _LEAST_FEATURES = 16
+#: Columns of values that an iteration of a kernel handles, and columns of the states that a program of a scan holds.
+_BLOCK, _COLUMNS = 64, 32
+#: Precision of products of float32 matrices: three products of tensor cores, which together have the precision of
+#: float32. Without tensor cores ("ieee"), Triton took minutes to compile a kernel.
+_FLOAT32 = "tf32x3"
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
@@ -103,7 +108,7 @@ def chunked_rule(
         solve_chunks[(call.programs,)](
             solved, scan.corrections, scan.changes, scan.ends, scan.keeps, call.key, call.value, call.decay, call.beta,
             call.documents, *call.sizes, *call.key.stride()[:3], *call.value.stride()[:3], **call.tile,
-            MERGE="tf32x3" if value.dtype == torch.float32 else "tf32", **call.launch("solve"),
+            MERGE=_FLOAT32 if value.dtype == torch.float32 else "tf32", **call.launch("solve"),
         )  # fmt: skip
         states = _pass_states(call, scan)
         compute_outputs[(call.programs,)](
@@ -155,11 +160,9 @@ def chunked_rule_backward(
         )  # fmt: skip
         states = _pass_states(call, scan)
         grad_states = torch.empty_like(states)
-        tile = call.tile | {"BLOCK": call.columns}
-        tile.pop("DOCUMENTS")
-        pass_gradients[(call.columns_programs,)](
+        pass_gradients[(call.scan_programs,)](
             grad_states, grad_changes, scan.corrections, scan.ends, scan.keeps, reads, grad, call.query, call.key,
-            *call.sizes, *strides, **tile, **call.launch("pass_gradients"),
+            *call.sizes, *strides, VALUE_DIM=value.shape[3], **call.scan, **call.launch("pass_gradients"),
         )  # fmt: skip
         # gradients of queries and keys by each value head, [B, S, N, D_k]
         own = call.shared == 1
@@ -171,8 +174,8 @@ def chunked_rule_backward(
             *strides, *call.value.stride()[:3], **call.tile, **call.launch("differentiate"),
         )  # fmt: skip
     if not own:
-        torch.sum(of_query.unflatten(2, (-1, call.shared)), 3, out=grad_query)
-        torch.sum(of_key.unflatten(2, (-1, call.shared)), 3, out=grad_key)
+        for by_each, total in ((of_query, grad_query), (of_key, grad_key)):
+            torch.sum(by_each.view(*key.shape[:3], call.shared, key.shape[3]), 3, out=total)
     return grad_query, grad_key, grad_value, grad_decay, grad_beta
 
 
@@ -187,7 +190,12 @@ class _Call:
         decay: [B, S, N], contiguous.
         beta: [B, S, N], contiguous.
         documents: int64 [B, S], contiguous; any tensor if there are none.
-        separate: whether there are documents.
+        sizes: S, chunks of a sample, and N.
+        heads: value heads of all samples.
+        keys: features of a key in the kernels' memory.
+        values: features of a value in the kernels' memory.
+        scan: compile-time sizes of the kernels of the scans.
+        tile: compile-time sizes of the other kernels.
     """
 
     query: Tensor
@@ -196,38 +204,44 @@ class _Call:
     decay: Tensor
     beta: Tensor
     documents: Tensor
-    separate: bool
+    sizes: tuple[int, int, int]
+    heads: int
+    keys: int
+    values: int
+    scan: dict[str, Any]
+    tile: dict[str, Any]
 
     @classmethod
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None
     ) -> _Call:
-        """Copy inputs where their strides require it."""
+        """Copy inputs where their strides require it, and choose tiles by the numbers of features."""
+        samples, length, heads, of_values = value.shape
+        of_keys = key.shape[3]
+        keys = max(_LEAST_FEATURES, 1 << (of_keys - 1).bit_length())
+        block = min(_BLOCK, max(_LEAST_FEATURES, 1 << (of_values - 1).bit_length()))
+        values = (of_values + block - 1) // block * block
+        tile = {
+            "SHARED": heads // key.shape[2], "KEY_DIM": of_keys, "KEYS": keys, "VALUES": values, "C": CHUNK,
+            "PRECISION": _FLOAT32,
+        }  # fmt: skip
         decay = decay.contiguous()
         return cls(
             _dense(query), _dense(key), _dense(value), decay, beta.contiguous(),
-            decay if documents is None else documents.contiguous(), documents is not None,
+            decay if documents is None else documents.contiguous(), (length, _chunks(length), heads), samples * heads,
+            keys, values, tile | {"BLOCK": min(block, _COLUMNS)},
+            tile | {"VALUE_DIM": of_values, "BLOCK": block, "DOCUMENTS": documents is not None},
         )  # fmt: skip
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a sample."""
-        return triton.cdiv(self.value.shape[1], CHUNK)
-
-    @property
-    def heads(self) -> int:
-        """Value heads of all samples."""
-        return self.value.shape[0] * self.value.shape[2]
 
     @property
     def programs(self) -> int:
         """Chunks of all heads."""
-        return self.heads * self.chunks
+        return self.heads * self.sizes[1]
 
     @property
-    def columns_programs(self) -> int:
-        """Programs of a scan: blocks of columns of the states of all heads."""
-        return self.heads * (self.tile["VALUES"] // self.columns)
+    def scan_programs(self) -> int:
+        """Blocks of columns of the states of all heads."""
+        return self.heads * (self.values // min(self.values, _COLUMNS))
 
     @property
     def shared(self) -> int:
@@ -237,40 +251,19 @@ class _Call:
     @property
     def scale(self) -> float:
         """Factor of the normalised queries."""
-        return float(self.key.shape[-1] ** -0.5)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """S, chunks of a sample, and N."""
-        return self.value.shape[1], self.chunks, self.value.shape[2]
-
-    @property
-    def tile(self) -> dict[str, Any]:
-        """Compile-time sizes of the kernels of chunks."""
-        keys, values = (max(_LEAST_FEATURES, triton.next_power_of_2(x.shape[-1])) for x in (self.key, self.value))
-        block = min(values, 64)
-        return {
-            "SHARED": self.shared, "KEY_DIM": self.key.shape[-1], "VALUE_DIM": self.value.shape[-1], "KEYS": keys,
-            "VALUES": triton.cdiv(self.value.shape[-1], block) * block, "BLOCK": block, "DOCUMENTS": self.separate,
-            "C": CHUNK, "PRECISION": "tf32x3",
-        }  # fmt: skip
-
-    @property
-    def columns(self) -> int:
-        """Columns of the states that a program of a scan holds."""
-        return min(self.tile["BLOCK"], 32)
+        return float(self.key.shape[3] ** -0.5)
 
     def launch(self, kernel: str) -> dict[str, Any]:
-        """Number of warps and of software pipelining stages of a kernel."""
-        wide = self.tile["KEYS"] > 128
-        warps = {"differentiate": 16 if wide else 8}.get(kernel, 8 if wide else 4)
-        stages = {"pass_states": 1 if wide else 2}.get(kernel, 1)
+        """Number of warps and of software pipelining stages of a kernel, and compiler options."""
+        wide = self.keys > 128
+        warps = (16 if wide else 8) if kernel == "differentiate" else (8 if wide else 4)
+        stages = 2 if kernel == "pass_states" and not wide else 1
         return {"num_warps": warps, "num_stages": stages, **OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """What the scan over chunks reads, H = B N heads, M chunks, K and V padded features.
+    """Inputs of the scan over chunks, H = B N heads, M chunks, K and V padded features.
 
     Attributes:
         corrections: [H, M, C, K], W.
@@ -287,10 +280,10 @@ class _Scan:
     @classmethod
     def empty(cls, call: _Call, value: Tensor) -> _Scan:
         """Uninitialized memory."""
-        places, tile = (call.heads, call.chunks), call.tile
+        places = (call.heads, call.sizes[1])
         return cls(
-            value.new_empty(*places, CHUNK, tile["KEYS"]),
-            value.new_empty(*places, CHUNK, tile["VALUES"]),
+            value.new_empty(*places, CHUNK, call.keys),
+            value.new_empty(*places, CHUNK, call.values),
             value.new_empty(*places, CHUNK, dtype=torch.float32),
             value.new_empty(places, dtype=torch.float32),
         )
@@ -298,13 +291,10 @@ class _Scan:
 
 def _pass_states(call: _Call, scan: _Scan) -> Tensor:
     """Run the scan: return the state before each chunk [H, M, K, V], and complete the changes."""
-    tile = call.tile | {"BLOCK": call.columns}
-    for name in ("VALUE_DIM", "DOCUMENTS"):
-        tile.pop(name)
-    states = scan.changes.new_empty(call.heads, call.chunks, tile["KEYS"], tile["VALUES"])
-    pass_states[(call.columns_programs,)](
+    states = scan.changes.new_empty(call.heads, call.sizes[1], call.keys, call.values)
+    pass_states[(call.scan_programs,)](
         states, scan.changes, scan.corrections, scan.ends, scan.keeps, call.key, *call.sizes,
-        *call.key.stride()[:3], **tile, **call.launch("pass_states"),
+        *call.key.stride()[:3], **call.scan, **call.launch("pass_states"),
     )  # fmt: skip
     return states
 
@@ -317,13 +307,15 @@ def _dense(x: Tensor) -> Tensor:
 def _outputs(value: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialized outputs [B, S, N, D_v] and T [B * N * chunks, C, C]."""
     samples, length, heads, _ = value.shape
-    places = samples * heads * ((length + CHUNK - 1) // CHUNK)
-    return value.new_empty(value.shape), value.new_empty(places, CHUNK, CHUNK)
+    return value.new_empty(value.shape), value.new_empty(samples * heads * _chunks(length), CHUNK, CHUNK)
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None
-) -> None:
+def _chunks(length: int) -> int:
+    """Chunks of a sample of S positions."""
+    return (length + CHUNK - 1) // CHUNK
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None) -> None:
     """Raise an error for dtypes that the kernels would misread, and shapes for which they would read out of bounds."""
     check_floats("gated_delta_rule", query=query, key=key, value=value, decay=decay, beta=beta)
     samples, length, heads, _ = value.shape

@@ -42,7 +42,9 @@ def gated_delta_rule(signature: OpSignature) -> Decision:
     for name in ("key_dim", "value_dim"):
         features = signature.static.get(name, 1)
         if features > MOST_HEAD_FEATURES:
-            return Decision(False, f"a program holds at most {MOST_HEAD_FEATURES} features of a head; {name} is {features}")
+            return Decision(
+                False, f"a program holds at most {MOST_HEAD_FEATURES} features of a head; {name} is {features}"
+            )
     reason = "kernels for chunks of 64 positions that keep tensors in the dtype of the values; the host does not wait"
     return decide(signature, reason, priority=_ABOVE_CHUNKED)
 

@@ -18,7 +18,7 @@ _INTERPRETED = tl.constexpr(interpreted())
 _ROWS = tl.constexpr(16)
 #: Constant that is added to the sum of squares of a query or key, before the root: ``EPS`` of the op.
 _EPS = tl.constexpr(1e-6)
-#: Smallest logarithm of a decay, that of the smallest normal float32; smaller decays are factors of 0, too.
+#: Smallest logarithm of a decay, the logarithm of the smallest normal float32; smaller decays are factors of 0, too.
 _LEAST = tl.constexpr(-87.33654475055310)
 
 
@@ -162,7 +162,7 @@ def pass_states(
     feature, column = tl.arange(0, KEYS), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     first = index.to(tl.int64) * chunks
     state = tl.zeros((KEYS, BLOCK), tl.float32)
-    for chunk in range(0, chunks):
+    for chunk in range(chunks):
         place = first + chunk
         before = state.to(states.dtype.element_ty)
         tl.store(states + place * KEYS * VALUES + feature[:, None] * VALUES + column[None, :], before)
@@ -242,7 +242,9 @@ def compute_outputs(
     position = chunk * C + tl.arange(0, C)
     total, number, _ = _decays(decay, documents, sample, position, head, length, heads, DOCUMENTS)
     read, _, _ = _ends(total, number, C)
-    q = _load(query, sample, position, head // SHARED, length, query_sample, query_position, query_head, 0, KEY_DIM, KEYS)
+    q = _load(
+        query, sample, position, head // SHARED, length, query_sample, query_position, query_head, 0, KEY_DIM, KEYS
+    )
     k = _load(key, sample, position, head // SHARED, length, key_sample, key_position, key_head, 0, KEY_DIM, KEYS)
     of_queries, of_keys = _inverse_norms(q) * scale, _inverse_norms(k)
     products = _dot(q, tl.trans(k), PRECISION) * of_queries[:, None] * of_keys[None, :]
@@ -350,7 +352,9 @@ def prepare_gradients(
     position = chunk * C + tl.arange(0, C)
     total, number, _ = _decays(decay, documents, sample, position, head, length, heads, DOCUMENTS)
     strength = _of_positions(beta, sample, position, head, length, heads)
-    q = _load(query, sample, position, head // SHARED, length, query_sample, query_position, query_head, 0, KEY_DIM, KEYS)
+    q = _load(
+        query, sample, position, head // SHARED, length, query_sample, query_position, query_head, 0, KEY_DIM, KEYS
+    )
     k = _load(key, sample, position, head // SHARED, length, key_sample, key_position, key_head, 0, KEY_DIM, KEYS)
     of_queries, of_keys = _inverse_norms(q) * scale, _inverse_norms(k)
     read, end, keep = _ends(total, number, C)
@@ -409,7 +413,7 @@ def pass_gradients(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gated delta rule kernel, the scan of the backward: gradients of a head's states, from the last chunk to the first.
+    """Gated delta rule kernel, the scan of the backward: gradients of a head's states, the last chunk first.
 
     Args:
         grad_states: [H, M, K, V], out: gradient of the state after each chunk.
@@ -450,7 +454,7 @@ def pass_gradients(
     feature, column = tl.arange(0, KEYS), begin + tl.arange(0, BLOCK)
     first = index.to(tl.int64) * chunks
     total = tl.zeros((KEYS, BLOCK), tl.float32)
-    for done in range(0, chunks):
+    for done in range(chunks):
         chunk = chunks - 1 - done
         place, position = first + chunk, chunk * C + own
         after = total.to(grad_states.dtype.element_ty)
@@ -569,13 +573,103 @@ def differentiate(
     chunk, sample, head = program % chunks, program // chunks // heads, program // chunks % heads
     position = chunk * C + tl.arange(0, C)
     inside = position < length
-    place = program.to(tl.int64)
-    own, column_of_chunk = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    own, later = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     feature = tl.arange(0, KEYS)
     rows = (sample.to(tl.int64) * length + position) * heads + head
     strength = _of_positions(beta, sample, position, head, length, heads)
-    turned = tl.load(solved + place * C * C + column_of_chunk * C + own)  # transpose of T
+    by_queries, by_keys, of_read, of_known, of_end, of_strength, of_keep = _over_values(
+        grad_value, grad, states, grad_states, changes, grad_changes, solved, value, strength, program, sample,
+        position, head, rows, length, grad_sample, grad_position, grad_head, value_sample, value_position, value_head,
+        VALUE_DIM, KEYS, VALUES, BLOCK, C, PRECISION,
+    )  # fmt: skip
+    total, number, starts = _decays(decay, documents, sample, position, head, length, heads, DOCUMENTS)
+    read, end, keep = _ends(total, number, C)
+    q = _load(
+        query, sample, position, head // SHARED, length, query_sample, query_position, query_head, 0, KEY_DIM, KEYS
+    )
+    k = _load(key, sample, position, head // SHARED, length, key_sample, key_position, key_head, 0, KEY_DIM, KEYS)
+    of_queries, of_keys = _inverse_norms(q), _inverse_norms(k)
+    between = _between(total, number, C)
+    by_queries *= between
+    # gradients of the entries of A, which lie below the diagonal, times the decays
+    by_keys = tl.where(own > later, -by_keys * between, 0.0)
+    products = _dot(k, tl.trans(k), PRECISION) * of_keys[:, None] * of_keys[None, :]
+    scores = _dot(q, tl.trans(k), PRECISION) * (scale * of_queries)[:, None] * of_keys[None, :]
+    # gradients of the logarithms of the decays between two positions, the parts of queries and of A
+    pairs = by_queries * scores + by_keys * products * strength[:, None]
+    wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
+    through_read = read * scale * of_queries * tl.sum(wide_q * of_read, 1)
+    through_known = read * of_keys * tl.sum(wide_k * of_known, 1)
+    through_end = end * of_keys * tl.sum(wide_k * of_end, 1)
+    of_strength += tl.sum(by_keys * products, 1) - through_known
+    tl.store(grad_beta + rows, of_strength.to(grad_beta.dtype.element_ty), inside)
 
+    # In float64, because pairs of positions that both follow a position must cancel out there.
+    of_total = tl.sum(pairs.to(tl.float64), 1) - tl.sum(pairs.to(tl.float64), 0)
+    of_total += (through_read - strength * through_known - through_end).to(tl.float64)
+    of_last = tl.sum(through_end.to(tl.float64), 0) + (keep * tl.sum(of_keep, 0)).to(tl.float64)
+    of_total += tl.where(tl.arange(0, C) == C - 1, of_last, 0.0)
+    # sums of each position and of the positions that follow it in its document
+    follows = (own <= later) & (number[:, None] == number[None, :])
+    of_decay = tl.sum(tl.where(follows, of_total[None, :], 0.0), 1).to(tl.float32)
+    g = _of_positions(decay, sample, position, head, length, heads)
+    of_decay = tl.where(starts | (g < _LEAST), 0.0, of_decay)
+    tl.store(grad_decay + rows, of_decay.to(grad_decay.dtype.element_ty), inside)
+
+    there = inside[:, None] & (feature < KEY_DIM)[None, :]
+    normed = of_read * read[:, None]
+    normed += _dot((by_queries * of_keys[None, :]).to(k.dtype), k, PRECISION)
+    found = _of_raw(normed, wide_q, of_queries) * scale
+    tl.store(grad_query + rows[:, None] * KEY_DIM + feature[None, :], found.to(grad_query.dtype.element_ty), there)
+    normed = of_end * end[:, None] - of_known * (strength * read)[:, None]
+    weighted = (by_queries * (scale * of_queries)[:, None]).to(q.dtype)
+    normed += _dot(tl.trans(weighted), q, PRECISION)
+    half = by_keys * strength[:, None]
+    both = ((half + tl.trans(half)) * of_keys[None, :]).to(k.dtype)
+    normed += _dot(both, k, PRECISION)
+    found = _of_raw(normed, wide_k, of_keys)
+    tl.store(grad_key + rows[:, None] * KEY_DIM + feature[None, :], found.to(grad_key.dtype.element_ty), there)
+
+
+@triton.jit
+def _over_values(
+    grad_value,
+    grad,
+    states,
+    grad_states,
+    changes,
+    grad_changes,
+    solved,
+    value,
+    strength,
+    program,
+    sample,
+    position,
+    head,
+    rows,
+    length,
+    grad_sample,
+    grad_position,
+    grad_head,
+    value_sample,
+    value_position,
+    value_head,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Store the gradient of a chunk's values, and sum products over the features of values for the other gradients.
+
+    Returns, float32, with X the gradient of the right side of the triangular system: ``grad changes^T`` and
+    ``X changes^T`` [C, C]; ``grad S^T``, ``X S^T`` and ``changes dS^T`` [C, K]; sums of X times values [C]; sums of S
+    times dS [K].
+    """
+    place, own = program.to(tl.int64), tl.arange(0, C)[:, None]
+    feature = tl.arange(0, KEYS)
+    turned = tl.load(solved + place * C * C + tl.arange(0, C)[None, :] * C + own)  # transpose of T
     by_queries, by_keys = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     of_read = tl.zeros((C, KEYS), tl.float32)
     of_known = tl.zeros((C, KEYS), tl.float32)
@@ -586,10 +680,9 @@ def differentiate(
         column = block + tl.arange(0, BLOCK)
         tile = place * C * VALUES + own * VALUES + column[None, :]
         change, grad_change = tl.load(changes + tile), tl.load(grad_changes + tile)
-        # gradient of the right side of the triangular system
         wide = _dot(turned, grad_change, PRECISION)
         right = wide.to(turned.dtype)
-        there = inside[:, None] & (column < VALUE_DIM)[None, :]
+        there = (position < length)[:, None] & (column < VALUE_DIM)[None, :]
         target = grad_value + rows[:, None] * VALUE_DIM + column[None, :]
         tl.store(target, (wide * strength[:, None]).to(grad_value.dtype.element_ty), there)
         v = _load(
@@ -607,54 +700,7 @@ def differentiate(
         of_read += _dot(arrived, tl.trans(state), PRECISION)
         of_known += _dot(right, tl.trans(state), PRECISION)
         of_end += _dot(change, tl.trans(grad_state), PRECISION)
-
-    total, number, starts = _decays(decay, documents, sample, position, head, length, heads, DOCUMENTS)
-    read, end, keep = _ends(total, number, C)
-    q = _load(query, sample, position, head // SHARED, length, query_sample, query_position, query_head, 0, KEY_DIM, KEYS)
-    k = _load(key, sample, position, head // SHARED, length, key_sample, key_position, key_head, 0, KEY_DIM, KEYS)
-    of_queries, of_keys = _inverse_norms(q), _inverse_norms(k)
-    between = _between(total, number, C)
-    by_queries *= between
-    # gradients of the entries of A, which lie below the diagonal, times the decays
-    by_keys = tl.where(own > column_of_chunk, -by_keys * between, 0.0)
-    products = _dot(k, tl.trans(k), PRECISION) * of_keys[:, None] * of_keys[None, :]
-    scores = _dot(q, tl.trans(k), PRECISION) * (scale * of_queries)[:, None] * of_keys[None, :]
-    # gradients of the logarithms of the decays between two positions, the parts of queries and of A
-    pairs = by_queries * scores + by_keys * products * strength[:, None]
-    wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
-    through_read = read * scale * of_queries * tl.sum(wide_q * of_read, 1)
-    through_known = read * of_keys * tl.sum(wide_k * of_known, 1)
-    through_end = end * of_keys * tl.sum(wide_k * of_end, 1)
-    of_strength += tl.sum(by_keys * products, 1) - through_known
-    tl.store(grad_beta + rows, of_strength.to(grad_beta.dtype.element_ty), inside)
-
-    # In float64, because what the positions of a document add must cancel out before the document.
-    of_total = tl.sum(pairs.to(tl.float64), 1) - tl.sum(pairs.to(tl.float64), 0)
-    of_total += (through_read - strength * through_known - through_end).to(tl.float64)
-    of_last = tl.sum(through_end.to(tl.float64), 0) + (keep * tl.sum(of_keep, 0)).to(tl.float64)
-    of_total += tl.where(tl.arange(0, C) == C - 1, of_last, 0.0)
-    # the sums of the positions that follow each position, itself included
-    of_decay = (tl.sum(of_total, 0) - tl.cumsum(of_total, 0) + of_total).to(tl.float32)
-    g = _of_positions(decay, sample, position, head, length, heads)
-    of_decay = tl.where(starts | (g < _LEAST), 0.0, of_decay)
-    tl.store(grad_decay + rows, of_decay.to(grad_decay.dtype.element_ty), inside)
-
-    # Gradients of normalised queries and keys, whose parts along queries and keys the normalisation removes.
-    there = inside[:, None] & (feature < KEY_DIM)[None, :]
-    normed = of_read * read[:, None]
-    normed += _dot((by_queries * of_keys[None, :]).to(k.dtype), k, PRECISION)
-    along = tl.sum(normed * wide_q, 1) * of_queries * of_queries
-    found = (normed - wide_q * along[:, None]) * (scale * of_queries)[:, None]
-    tl.store(grad_query + rows[:, None] * KEY_DIM + feature[None, :], found.to(grad_query.dtype.element_ty), there)
-    normed = of_end * end[:, None] - of_known * (strength * read)[:, None]
-    weighted = (by_queries * (scale * of_queries)[:, None]).to(q.dtype)
-    normed += _dot(tl.trans(weighted), q, PRECISION)
-    half = by_keys * strength[:, None]
-    both = ((half + tl.trans(half)) * of_keys[None, :]).to(k.dtype)
-    normed += _dot(both, k, PRECISION)
-    along = tl.sum(normed * wide_k, 1) * of_keys * of_keys
-    found = (normed - wide_k * along[:, None]) * of_keys[:, None]
-    tl.store(grad_key + rows[:, None] * KEY_DIM + feature[None, :], found.to(grad_key.dtype.element_ty), there)
+    return by_queries, by_keys, of_read, of_known, of_end, of_strength, of_keep
 
 
 @triton.jit
@@ -702,8 +748,8 @@ def _apply(
 def _inverse(system, C: tl.constexpr, MERGE: tl.constexpr):
     """Inverse of ``1 + system`` for a strictly lower triangular matrix, float32 [C, C].
 
-    Blocks of 16 rows on the diagonal are inverted row by row, all at once; then pairs of neighbouring blocks are merged:
-    with blocks X and Y on the diagonal and Z below X, the inverse has -Y^-1 Z X^-1 at the place of Z.
+    Blocks of 16 rows on the diagonal are inverted row by row, all at once; then pairs of neighbouring blocks are
+    merged: with blocks X and Y on the diagonal and Z below X, the inverse has -Y^-1 Z X^-1 at the place of Z.
     """
     blocks: tl.constexpr = C // _ROWS
     block = tl.arange(0, blocks)
@@ -795,6 +841,16 @@ def _inverse_norms(x):
 
 
 @triton.jit
+def _of_raw(grad, wide, inverse):
+    """Gradient of rows from the gradient of their normalised values, which loses its part along the rows.
+
+    Shapes: grad and wide (the rows) are float32 [C, K], inverse (the inverse norms) is float32 [C].
+    """
+    along = tl.sum(grad * wide, 1) * inverse * inverse
+    return (grad - wide * along[:, None]) * inverse[:, None]
+
+
+@triton.jit
 def _of_positions(x, sample, position, head, length, heads):
     """Load numbers of a head from contiguous x [B, S, N], float32 [C]; zeros after the last position."""
     row = (sample.to(tl.int64) * length + position) * heads + head
@@ -803,7 +859,17 @@ def _of_positions(x, sample, position, head, length, heads):
 
 @triton.jit
 def _load(
-    x, sample, position, head, length, of_sample, of_position, of_head, begin, FEATURES: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    sample,
+    position,
+    head,
+    length,
+    of_sample,
+    of_position,
+    of_head,
+    begin,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Load a head's positions [C] and a block of features from x [B, S, heads, FEATURES]: [C, BLOCK]; zeros outside."""
     feature = begin + tl.arange(0, BLOCK)
