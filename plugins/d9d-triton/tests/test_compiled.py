@@ -129,6 +129,24 @@ def adamw() -> None:
             optimizer.step(torch.tensor(True))
 
 
+def gated_delta_rule() -> None:
+    from d9d_triton.gated_delta_rule import gated_delta_rule
+
+    # float32 heads of 128 and more features take half a minute each
+    for dtype, key_dim, value_dim, shared, separate in (
+        (torch.bfloat16, 128, 128, 2, True),
+        (torch.bfloat16, 128, 128, 1, False),
+        (torch.float16, 64, 96, 1, True),
+        (torch.bfloat16, 256, 256, 1, False),
+        (torch.float32, 16, 16, 1, True),
+    ):
+        query, key = (ones(1, 130, 2, key_dim, dtype=dtype) for _ in range(2))
+        value, beta = ones(1, 130, 2 * shared, value_dim, dtype=dtype), ones(1, 130, 2 * shared, dtype=dtype)
+        decay = ones(1, 130, 2 * shared, dtype=torch.float32)
+        documents = torch.zeros(1, 130, dtype=torch.int64) if separate else None
+        backward(gated_delta_rule(query, key, value, decay, beta, documents))
+
+
 def permutation() -> None:
     from d9d_triton.permutation import permute, unpermute
 
@@ -163,6 +181,7 @@ LAUNCHES: Mapping[str, Callable[[], None]] = {
     "normed_rope": normed_rope,
     "attention_inputs": attention_inputs,
     "gradient_power": gradient_power,
+    "gated_delta_rule": gated_delta_rule,
     "permutation": permutation,
     "adamw": adamw,
     "linear_cross_entropy": linear_cross_entropy,

@@ -49,6 +49,15 @@ class TestAttentionInputs(KernelSuite):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("loops_that_count")
+class TestGatedDeltaRule(KernelSuite):
+    target = "gated_delta_rule.triton"
+    refused = (
+        {"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"}, {"key_dim": 257}, {"value_dim": 257},
+    )  # fmt: skip
+
+
+@pytest.mark.full
 class TestPermute(KernelSuite):
     target = "permute.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
@@ -92,6 +101,11 @@ class TestNormedRopeOnCuda(TestNormedRope):
 
 @pytest.mark.gpu
 class TestAttentionInputsOnCuda(TestAttentionInputs):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestGatedDeltaRuleOnCuda(TestGatedDeltaRule):
     device = "cuda"
 
 

@@ -73,6 +73,12 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "joint.attention_inputs:build",
             "Projections, head norms and rotations; one product each for row and weight gradients.",
         ),
+        (
+            "gated_delta_rule",
+            "support:gated_delta_rule",
+            "gated_delta_rule:build",
+            "Gated delta rule in chunks of 64 positions; by itself on CUDA, in compiled blocks, too.",
+        ),
         ("permute", "rules:by_rule", "permutation:build_permute", f"Copies of tokens for their experts; {by_itself}."),
         (
             "unpermute",

@@ -11,6 +11,10 @@ from d9d_core.kernel import Decision, OpSignature
 FLOATS = ("bfloat16", "float16", "float32")
 #: Priority above other backends of the same ops in d9d-nn, whose highest is 10.
 PRIORITY = 20
+#: Largest number of features of a key or value head of ``gated_delta_rule``: a program holds whole keys.
+MOST_HEAD_FEATURES = 256
+#: Priority of ``gated_delta_rule`` above ``chunked`` of d9d-nn (10), and below ``fla`` of d9d-fla (20).
+_ABOVE_CHUNKED = 15
 
 
 def adamw(signature: OpSignature) -> Decision:
@@ -31,6 +35,18 @@ def gradient_power(signature: OpSignature) -> Decision:
     if signature.static.get("p") != 2:
         return Decision(False, f"sums squares, for p: 2; here p is {signature.static.get('p')}")
     return decide(signature, "one launch for all gradients: 0.50 ms for 2 GB on an H200; torch takes 0.91")
+
+
+def gated_delta_rule(signature: OpSignature) -> Decision:
+    """Accept ``gated_delta_rule`` for heads of at most 256 features; below d9d-fla, where its library is installed."""
+    for name in ("key_dim", "value_dim"):
+        features = signature.static.get(name, 1)
+        if features > MOST_HEAD_FEATURES:
+            return Decision(
+                False, f"a program holds at most {MOST_HEAD_FEATURES} features of a head; {name} is {features}"
+            )
+    reason = "kernels for chunks of 64 positions that keep tensors in the dtype of the values; the host does not wait"
+    return decide(signature, reason, priority=_ABOVE_CHUNKED)
 
 
 def linear_cross_entropy(signature: OpSignature) -> Decision:
