@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from d9d_nn.ops.normed_rope import normed_rope as reference
 from torch import Tensor
@@ -64,7 +65,7 @@ def normed_rope(
     return found
 
 
-@torch.library.custom_op("d9d_triton::normed_rope", mutates_args=())
+@CustomOp.define("d9d_triton::normed_rope")
 def forward(
     query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +87,7 @@ def forward(
     return out
 
 
-@torch.library.custom_op("d9d_triton::normed_rope_backward", mutates_args=())
+@CustomOp.define("d9d_triton::normed_rope_backward")
 def backward(
     grad_query: Tensor,
     grad_key: Tensor,

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
@@ -80,7 +80,7 @@ def unpermute(
     return total
 
 
-@torch.library.custom_op("d9d_triton::copy_tokens", mutates_args=())
+@CustomOp.define("d9d_triton::copy_tokens")
 def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:
     """Custom op behind :func:`permute`."""
     check_floats("permute", tokens=tokens)
@@ -98,20 +98,20 @@ def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> 
     return out
 
 
-@torch.library.custom_op("d9d_triton::sum_copies", mutates_args=())
+@CustomOp.define("d9d_triton::sum_copies")
 def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
     """Sum rows [R, H] to [T, H] by places int64 [T, k]: gradient of :func:`permute`."""
     return _sum(rows, places, None)
 
 
-@torch.library.custom_op("d9d_triton::plain_sum", mutates_args=())
+@CustomOp.define("d9d_triton::plain_sum")
 def plain_sum(rows: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
     """Custom op behind :func:`unpermute` without weights."""
     check_floats("unpermute", rows=rows)
     return _sum(rows, places, None)
 
 
-@torch.library.custom_op("d9d_triton::weighted_sum", mutates_args=())
+@CustomOp.define("d9d_triton::weighted_sum")
 def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
     """Custom op behind :func:`unpermute` with weights."""
     check_floats("unpermute", rows=rows, weights=weights)
@@ -121,7 +121,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, absent: bool) ->
     return _sum(rows, places, weights)
 
 
-@torch.library.custom_op("d9d_triton::weighted_sum_backward", mutates_args=())
+@CustomOp.define("d9d_triton::weighted_sum_backward")
 def weighted_sum_backward(
     grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor, absent: bool, of_rows: bool, of_weights: bool
 ) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
     return rms_norm
 
 
-@torch.library.custom_op("d9d_triton::rms_norm", mutates_args=())
+@CustomOp.define("d9d_triton::rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm by Triton, see :func:`d9d_nn.ops.rms_norm.rms_norm`.
 
@@ -86,7 +87,7 @@ def fill_norm(
         )  # fmt: skip
 
 
-@torch.library.custom_op("d9d_triton::rms_norm_backward", mutates_args=())
+@CustomOp.define("d9d_triton::rms_norm_backward")
 def rms_norm_backward(
     grad: Tensor,
     x: Tensor,

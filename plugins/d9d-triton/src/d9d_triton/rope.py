@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from d9d_nn.ops.rope import rope as reference
 from torch import Tensor
@@ -51,7 +52,7 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return turned
 
 
-@torch.library.custom_op("d9d_triton::rope", mutates_args=())
+@CustomOp.define("d9d_triton::rope")
 def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """Custom op behind :func:`rope`; computes no gradients of ``cos`` and ``sin``.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
@@ -25,7 +26,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
     return silu_mul
 
 
-@torch.library.custom_op("d9d_triton::silu_mul", mutates_args=())
+@CustomOp.define("d9d_triton::silu_mul")
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU-mul ``silu(gate) * up`` by Triton, see :func:`d9d_nn.ops.silu_mul.silu_mul`; rounded once.
 
@@ -49,7 +50,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("d9d_triton::silu_mul_backward", mutates_args=())
+@CustomOp.define("d9d_triton::silu_mul_backward")
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`silu_mul`.
 
@@ -68,7 +69,7 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
     return grads
 
 
-@torch.library.custom_op("d9d_triton::silu_mul_backward_beside", mutates_args=())
+@CustomOp.define("d9d_triton::silu_mul_backward_beside")
 def silu_mul_backward_beside(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`silu_mul` in one tensor, which one matrix product reads, and its output, recomputed.
 

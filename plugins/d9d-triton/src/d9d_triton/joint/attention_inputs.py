@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from d9d_nn.ops.attention_inputs import attention_inputs as reference
 from d9d_nn.ops.attention_inputs import project
@@ -74,7 +75,7 @@ def attention_inputs(
     return query, key, value
 
 
-@torch.library.custom_op("d9d_triton::attention_inputs", mutates_args=())
+@CustomOp.define("d9d_triton::attention_inputs")
 def _forward(
     x: Tensor,
     query_weight: Tensor,
@@ -95,7 +96,7 @@ def _forward(
     return *normed_rope(query, key, query_norm, key_norm, cos, sin, eps), value, query, key
 
 
-@torch.library.custom_op("d9d_triton::attention_inputs_backward", mutates_args=())
+@CustomOp.define("d9d_triton::attention_inputs_backward")
 def _heads_backward(
     grad_query: Tensor,
     grad_key: Tensor,
