@@ -18,7 +18,7 @@ def column_sums(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum each column in float32; round the result once.
 
     Args:
-        matrix: float32 [R, C], contiguous, on the current device.
+        matrix: float32 [R, C], contiguous.
         dtype: dtype of the sums.
 
     Returns:

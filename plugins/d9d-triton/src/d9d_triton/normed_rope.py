@@ -21,7 +21,7 @@ from torch import Tensor
 
 from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.normed_rope import differentiate, norm_and_rotate
-from d9d_triton.launch import OPTIONS, WARP, check_floats, empty_like, on_device, persistent_programs
+from d9d_triton.launch import OPTIONS, WARP, check_floats, empty_like, persistent_programs
 
 #: Number of warps of a program, and of feature pairs of each thread: as many 16-bit values as a thread loads at once.
 _WARPS, _PAIRS_EACH = 2, 8
@@ -78,12 +78,11 @@ def forward(
     tile, groups = _tile(query, key)
     tokens = [tensor.flatten(0, 1) for tensor in (query, key)]
     angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
-    with on_device(query):
-        norm_and_rotate[(triton.cdiv(samples * positions, tile["TOKENS"]), groups)](
-            *out, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
-            samples * positions, positions, query.shape[2], key.shape[2], features // 2,
-            *tokens[0].stride(), *tokens[1].stride(), *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
-        )  # fmt: skip
+    norm_and_rotate[(triton.cdiv(samples * positions, tile["TOKENS"]), groups)](
+        *out, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
+        samples * positions, positions, query.shape[2], key.shape[2], features // 2,
+        *tokens[0].stride(), *tokens[1].stride(), *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
+    )  # fmt: skip
     return out
 
 
@@ -140,16 +139,15 @@ def fill_gradients(
     found = [tensor.view(-1, *tensor.shape[2:]) for tensor in (of_query, of_key)]
     tokens = [tensor.flatten(0, 1) for tensor in (grad_query, grad_key, query, key)]
     angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
-    with on_device(query):
-        differentiate[(programs, groups)](
-            *found, *partials, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
-            samples * positions, positions, query.shape[2], key.shape[2], features // 2,
-            *(tensor.stride(0) for tensor in found), *(stride for tensor in tokens for stride in tensor.stride()),
-            *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
-        )  # fmt: skip
-        of_weights = [
-            column_sums(sums, weight.dtype) for sums, weight in zip(partials, (query_weight, key_weight), strict=True)
-        ]
+    differentiate[(programs, groups)](
+        *found, *partials, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
+        samples * positions, positions, query.shape[2], key.shape[2], features // 2,
+        *(tensor.stride(0) for tensor in found), *(stride for tensor in tokens for stride in tensor.stride()),
+        *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
+    )  # fmt: skip
+    of_weights = [
+        column_sums(sums, weight.dtype) for sums, weight in zip(partials, (query_weight, key_weight), strict=True)
+    ]
     return of_weights[0], of_weights[1]
 
 

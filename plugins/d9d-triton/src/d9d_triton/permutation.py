@@ -20,7 +20,7 @@ from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.permutation import copy_to_rows, differentiate, sum_rows
-from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
+from d9d_triton.launch import OPTIONS, check_floats, empty_like
 
 #: Number of features that a program copies or sums; number of elements of a backward's tile (choices x features).
 _BLOCK, _TILE = 1024, 4096
@@ -90,11 +90,10 @@ def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> 
     out = tokens.new_empty(len(slots), features)
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(features))
-        with on_device(tokens):
-            copy_to_rows[(len(tokens), triton.cdiv(features, block))](
-                out, tokens, places.contiguous(), features, *tokens.stride(), CHOICES=places.shape[1], BLOCK=block,
-                num_warps=max(1, block // 128), **OPTIONS,
-            )  # fmt: skip
+        copy_to_rows[(len(tokens), triton.cdiv(features, block))](
+            out, tokens, places.contiguous(), features, *tokens.stride(), CHOICES=places.shape[1], BLOCK=block,
+            num_warps=max(1, block // 128), **OPTIONS,
+        )  # fmt: skip
     return out
 
 
@@ -147,12 +146,11 @@ def weighted_sum_backward(
     if places.numel():
         lanes = triton.next_power_of_2(choices)
         block = min(triton.next_power_of_2(rows.shape[1]), max(16, _TILE // lanes))
-        with on_device(rows):
-            differentiate[(tokens,)](
-                grad_rows, grad_weights, grad, rows, places.contiguous(), weights.contiguous(), len(rows),
-                *grad.stride(), *rows.stride(), FEATURES=rows.shape[1],
-                CHOICES=choices, LANES=lanes, OF_X=of_rows, OF_WEIGHTS=of_weights, BLOCK=block, **OPTIONS,
-            )  # fmt: skip
+        differentiate[(tokens,)](
+            grad_rows, grad_weights, grad, rows, places.contiguous(), weights.contiguous(), len(rows),
+            *grad.stride(), *rows.stride(), FEATURES=rows.shape[1],
+            CHOICES=choices, LANES=lanes, OF_X=of_rows, OF_WEIGHTS=of_weights, BLOCK=block, **OPTIONS,
+        )  # fmt: skip
     return grad_rows, grad_weights
 
 
@@ -163,11 +161,10 @@ def _sum(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(features))
         factors = rows if weights is None else weights.contiguous()  # unused without weights; any valid pointer
-        with on_device(rows):
-            sum_rows[(tokens, triton.cdiv(features, block))](
-                out, rows, places.contiguous(), factors, count, features, *rows.stride(),
-                CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block, **OPTIONS,
-            )  # fmt: skip
+        sum_rows[(tokens, triton.cdiv(features, block))](
+            out, rows, places.contiguous(), factors, count, features, *rows.stride(),
+            CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block, **OPTIONS,
+        )  # fmt: skip
     return out
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.rms_norm import differentiate, normalise
-from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_device, persistent_programs
+from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, persistent_programs
 
 #: Number of elements of a tile; a tile holds several rows if they are shorter, or one row that is longer.
 _TILE = 2048
@@ -80,11 +80,10 @@ def fill_norm(
     others = rows if added is None else as_rows(added)
     sums = out if total is None else total
     tile = _tile(rows.shape[1])
-    with on_device(x):
-        normalise[(triton.cdiv(len(rows), tile["ROWS"]),)](
-            out, sums, rows, others, weight, len(rows), rows.shape[1], *rows.stride(), *others.stride(),
-            weight.stride(0), eps, **tile, ADDS=added is not None, **OPTIONS,
-        )  # fmt: skip
+    normalise[(triton.cdiv(len(rows), tile["ROWS"]),)](
+        out, sums, rows, others, weight, len(rows), rows.shape[1], *rows.stride(), *others.stride(),
+        weight.stride(0), eps, **tile, ADDS=added is not None, **OPTIONS,
+    )  # fmt: skip
 
 
 @CustomOp.define("d9d_triton::rms_norm_backward")
@@ -123,14 +122,13 @@ def rms_norm_backward(
     programs = persistent_programs(x, triton.cdiv(len(rows), tile["ROWS"]))
     # float32 [P, D]; the kernel needs valid pointers even for arguments that it does not use.
     partial = torch.empty((programs, rows.shape[1]) if of_weight else 0, dtype=torch.float32, device=x.device)
-    with on_device(x):
-        differentiate[(programs,)](
-            grad_x, twice, partial, grads, others, rows, weight, len(rows), rows.shape[1],
-            *grads.stride(), *others.stride(), *rows.stride(), weight.stride(0), eps, **tile,
-            OF_X=of_x, OF_WEIGHT=of_weight, ADDS=others is not grads, TWICE=also is not None,
-            AHEAD=x.element_size() == 2 and rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
-        )  # fmt: skip
-        return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0), twice
+    differentiate[(programs,)](
+        grad_x, twice, partial, grads, others, rows, weight, len(rows), rows.shape[1],
+        *grads.stride(), *others.stride(), *rows.stride(), weight.stride(0), eps, **tile,
+        OF_X=of_x, OF_WEIGHT=of_weight, ADDS=others is not grads, TWICE=also is not None,
+        AHEAD=x.element_size() == 2 and rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
+    )  # fmt: skip
+    return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0), twice
 
 
 def _rows_gradients(x: Tensor, of_x: bool, also: torch.dtype | None) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from d9d_nn.ops.rope import rope as reference
 from torch import Tensor
 
 from d9d_triton.kernels.rope import rotate
-from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
+from d9d_triton.launch import OPTIONS, check_floats, empty_like
 
 #: Number of feature pairs of queries, and also of keys, that a program rotates.
 _PAIRS = 2048
@@ -75,12 +75,11 @@ def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tu
     query_block, key_block = (min(most, triton.next_power_of_2(max(1, heads))) for heads in (query_heads, key_heads))
     groups = max(triton.cdiv(query_heads, query_block), triton.cdiv(key_heads, key_block))
     angles = [tensor.expand(samples, positions, half) for tensor in (cos, sin)]
-    with on_device(query):
-        rotate[(samples * positions, groups)](
-            *turned, query, key, *angles, positions, query_heads, key_heads, half,
-            *query.stride(), *key.stride(), *angles[0].stride(), *angles[1].stride(),
-            QUERY_HEADS=query_block, KEY_HEADS=key_block, PAIRS=width, BACK=back, **OPTIONS,
-        )  # fmt: skip
+    rotate[(samples * positions, groups)](
+        *turned, query, key, *angles, positions, query_heads, key_heads, half,
+        *query.stride(), *key.stride(), *angles[0].stride(), *angles[1].stride(),
+        QUERY_HEADS=query_block, KEY_HEADS=key_block, PAIRS=width, BACK=back, **OPTIONS,
+    )  # fmt: skip
     return turned
 
 

@@ -15,7 +15,7 @@ from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.silu_mul import differentiate, gate_rows
-from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_device
+from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like
 
 #: Number of elements that one program computes.
 _BLOCK = 2048
@@ -103,10 +103,9 @@ def _launch(kernel: Any, outs: Sequence[Tensor], inputs: Sequence[Tensor], **opt
     count, features = inputs[0].shape
     block = min(_BLOCK, triton.next_power_of_2(features))
     strides = [out.stride(0) for out in outs[:-1]] + [stride for tensor in inputs for stride in tensor.stride()]
-    with on_device(outs[0]):
-        kernel[(count * triton.cdiv(features, block),)](
-            *outs, *inputs, features, *strides, BLOCK=block, **options, **OPTIONS
-        )
+    kernel[(count * triton.cdiv(features, block),)](
+        *outs, *inputs, features, *strides, BLOCK=block, **options, **OPTIONS
+    )
 
 
 def _empty_out(gate: Tensor, up: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from d9d_triton.joint.products import joint_rows_gradient
 from d9d_triton.kernels.attention_inputs import copy_rows
-from d9d_triton.launch import OPTIONS, on_device
+from d9d_triton.launch import OPTIONS
 from d9d_triton.normed_rope import fill_gradients
 from d9d_triton.normed_rope import forward as normed_rope
 
@@ -128,10 +128,9 @@ def _copy(out: Tensor, x: Tensor) -> None:
         return
     x = x if x.stride(1) == 1 else x.contiguous()
     width = min(_FEATURES, triton.next_power_of_2(features))
-    with on_device(x):
-        copy_rows[(triton.cdiv(rows, _ROWS), triton.cdiv(features, width))](
-            out, x, rows, features, out.stride(0), x.stride(0), ROWS=_ROWS, FEATURES=width, **OPTIONS
-        )
+    copy_rows[(triton.cdiv(rows, _ROWS), triton.cdiv(features, width))](
+        out, x, rows, features, out.stride(0), x.stride(0), ROWS=_ROWS, FEATURES=width, **OPTIONS
+    )
 
 
 @_forward.register_fake

@@ -11,7 +11,6 @@ import triton
 from torch import Tensor
 
 from d9d_triton.kernels.linear_cross_entropy import count_above, differentiate, include_words, take_statistics
-from d9d_triton.launch import on_device
 
 #: Divisor of P, so that every row is aligned for vectorized loads, whatever V is.
 _COLUMNS = 16
@@ -55,22 +54,21 @@ def row_statistics(
         words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
-    with on_device(logits):
-        take_statistics[(len(logits),)](
-            logits,
-            own,
-            targets,
-            losses,
-            statistics[0],
-            statistics[1],
-            targets if ranks is None else ranks,
-            ignored,
-            RANKED=ranks is not None,
-            WORDS=words,
-            STRIDE=logits.stride(0),
-            BLOCK=_block(words),
-            **_OPTIONS,
-        )
+    take_statistics[(len(logits),)](
+        logits,
+        own,
+        targets,
+        losses,
+        statistics[0],
+        statistics[1],
+        targets if ranks is None else ranks,
+        ignored,
+        RANKED=ranks is not None,
+        WORDS=words,
+        STRIDE=logits.stride(0),
+        BLOCK=_block(words),
+        **_OPTIONS,
+    )
 
 
 def include_chunk(
@@ -95,20 +93,19 @@ def include_chunk(
         words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
-    with on_device(logits):
-        include_words[(len(logits),)](
-            logits,
-            targets,
-            own,
-            statistics[0],
-            statistics[1],
-            first,
-            ignored,
-            WORDS=words,
-            STRIDE=logits.stride(0),
-            BLOCK=_block(words, _CHUNK_BLOCK),
-            **_OPTIONS,
-        )
+    include_words[(len(logits),)](
+        logits,
+        targets,
+        own,
+        statistics[0],
+        statistics[1],
+        first,
+        ignored,
+        WORDS=words,
+        STRIDE=logits.stride(0),
+        BLOCK=_block(words, _CHUNK_BLOCK),
+        **_OPTIONS,
+    )
 
 
 def count_chunk(logits: Tensor, targets: Tensor, own: Tensor, ranks: Tensor, *, words: int, ignored: int) -> None:
@@ -122,18 +119,17 @@ def count_chunk(logits: Tensor, targets: Tensor, own: Tensor, ranks: Tensor, *, 
         words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
-    with on_device(logits):
-        count_above[(len(logits),)](
-            logits,
-            targets,
-            own,
-            ranks,
-            ignored,
-            WORDS=words,
-            STRIDE=logits.stride(0),
-            BLOCK=_block(words, _CHUNK_BLOCK),
-            **_OPTIONS,
-        )
+    count_above[(len(logits),)](
+        logits,
+        targets,
+        own,
+        ranks,
+        ignored,
+        WORDS=words,
+        STRIDE=logits.stride(0),
+        BLOCK=_block(words, _CHUNK_BLOCK),
+        **_OPTIONS,
+    )
 
 
 def gradient_in_place(
@@ -160,22 +156,21 @@ def gradient_in_place(
     block = _block(words, _BLOCK if first is None else _CHUNK_BLOCK)
     blocks = min(_BLOCKS, triton.cdiv(words, block))
     sections = triton.cdiv(words, block * blocks)
-    with on_device(logits):
-        differentiate[(len(logits) * sections,)](
-            logits,
-            targets,
-            statistics[0],
-            statistics[1],
-            grad_losses,
-            sections,
-            first or 0,
-            ignored,
-            WORDS=words,
-            STRIDE=logits.stride(0),
-            BLOCK=block,
-            BLOCKS=blocks,
-            **_OPTIONS,
-        )
+    differentiate[(len(logits) * sections,)](
+        logits,
+        targets,
+        statistics[0],
+        statistics[1],
+        grad_losses,
+        sections,
+        first or 0,
+        ignored,
+        WORDS=words,
+        STRIDE=logits.stride(0),
+        BLOCK=block,
+        BLOCKS=blocks,
+        **_OPTIONS,
+    )
 
 
 def _block(words: int, most: int = _BLOCK) -> int:
