@@ -8,7 +8,8 @@ calls ``run`` of the compiled kernel, as ``compiled[grid](*arguments)`` does in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ _ALIGNMENT = 16
 _MOST = 1024
 #: Types of numbers that a direct launch accepts.
 _NUMBERS = frozenset({int, float, bool})
+
+#: Functions that read one fact of a tensor.
+_ADDRESS, _DEVICE, _DTYPE = Tensor.data_ptr, Tensor.get_device, Tensor.dtype.__get__
 
 
 class _Launch(NamedTuple):
@@ -74,45 +78,53 @@ class Launcher:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], /, *given: Any, **named: Any) -> None:
-        facts = self._facts(given, named) if self._compiled and not is_observed(self.kernel) else None
-        if facts is None:
+        # On the path of every launch: functions that are written in C take half of the time of comprehensions.
+        types = tuple(map(type, given))
+        count = self._pointers.get(types)
+        if count is None:
+            count = self._pointers[types] = self._count_pointers(given)
+        tensors, numbers = given[:count], given[count:]
+        device = device_of(tensors) if count and not is_observed(self.kernel) else None
+        if device is None:
             self._by_triton(grid, given, named)
             return
-        device, addresses, numbers = facts[0], facts[1], given[len(facts[1]) :]
-        key = facts[2:], numbers
-        launch = self._by_values.get(key)
+        addresses = tuple(map(_ADDRESS, tensors))
+        aligned = all_aligned(addresses) or tuple(address % _ALIGNMENT == 0 for address in addresses)
+        facts = device, types, tuple(map(_DTYPE, tensors)), aligned, tuple(named), tuple(named.values())
+        launch = self._by_values.get((facts, numbers))
         if launch is None:
-            classes = facts[2:], tuple(map(specialisation, numbers))
-            launch = self._by_classes.get(classes)
-            if launch is None:
-                compiled = self._by_triton(grid, given, named)
-                if isinstance(compiled, CompiledKernel):
-                    self._remember(self._by_classes, classes, self._ready(compiled, len(given), named))
-                return
-            self._remember(self._by_values, key, launch)
+            launch = self._find(facts, grid, given, named, numbers)
+        if launch is None:  # Triton has just launched
+            return
         if driver.active.get_current_device() == device:
             _run(launch, grid, device, addresses, numbers)
         else:
             with torch.cuda.device(device):
                 _run(launch, grid, device, addresses, numbers)
 
-    def _facts(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Device, addresses of the tensors, and further facts of the key; ``None`` if Triton must launch."""
-        types = tuple(map(type, given))
-        count = self._pointers.get(types)
-        if count is None:
-            count = self._pointers[types] = self._count_pointers(given)
-        tensors = given[:count]
-        device = device_of(tensors)
-        if device is None:
+    def _find(
+        self,
+        facts: tuple[Any, ...],
+        grid: tuple[int, ...],
+        given: tuple[Any, ...],
+        named: dict[str, Any],
+        numbers: tuple[Any, ...],
+    ) -> _Launch | None:
+        """Compiled kernel for numbers of the same classes; ``None`` after Triton has compiled and launched it."""
+        classes = facts, tuple(map(specialisation, numbers))
+        launch = self._by_classes.get(classes)
+        if launch is None:
+            compiled = self._by_triton(grid, given, named)
+            if isinstance(compiled, CompiledKernel):
+                self._remember(self._by_classes, classes, self._ready(compiled, len(given), named))
             return None
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        dtypes = tuple([tensor.dtype for tensor in tensors])
-        aligned = tuple([address % _ALIGNMENT == 0 for address in addresses])
-        return device, addresses, device, types, dtypes, aligned, tuple(named.items())
+        self._remember(self._by_values, (facts, numbers), launch)
+        return launch
 
     def _count_pointers(self, given: tuple[Any, ...]) -> int:
-        """Number of leading tensors; 0, so that Triton launches, if the arguments have another form."""
+        """Number of leading tensors; 0 if Triton must launch arguments of these types."""
+        if not self._compiled:
+            return 0
         count = next((place for place, value in enumerate(given) if not isinstance(value, Tensor)), len(given))
         plain = all(type(value) in _NUMBERS for value in given[count:])
         constant = any(parameter.is_constexpr for parameter in self.kernel.params[: len(given)])
@@ -148,11 +160,16 @@ def specialisation(number: float) -> Any:
 
 
 def device_of(tensors: tuple[Tensor, ...]) -> int | None:
-    """Index of the CUDA device of all tensors; ``None`` if there is none, or more than one."""
-    if not tensors or not tensors[0].is_cuda:
+    """Index of the CUDA device of all tensors, at least one; ``None`` if they are on a CPU or on several devices."""
+    if not tensors[0].is_cuda:
         return None
-    device = tensors[0].get_device()
-    return device if all(tensor.get_device() == device for tensor in tensors) else None
+    devices = set(map(_DEVICE, tensors))
+    return devices.pop() if len(devices) == 1 else None
+
+
+def all_aligned(addresses: tuple[int, ...]) -> bool:
+    """Whether all addresses are aligned as Triton specialises."""
+    return reduce(or_, addresses) % _ALIGNMENT == 0
 
 
 def is_observed(kernel: Any) -> bool:
@@ -168,7 +185,9 @@ def is_observed(kernel: Any) -> bool:
     )
 
 
-def _run(launch: _Launch, grid: tuple[int, ...], device: int, addresses: list[int], numbers: tuple[Any, ...]) -> None:
+def _run(
+    launch: _Launch, grid: tuple[int, ...], device: int, addresses: tuple[int, ...], numbers: tuple[Any, ...]
+) -> None:
     x, y, z = (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(device)
     launch.run(

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from d9d_nn.ops.normed_rope import normed_rope as reference
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.normed_rope import differentiate, norm_and_rotate
-from d9d_triton.launch import OPTIONS, WARP, check_floats, empty_like, persistent_programs
+from d9d_triton.launch import OPTIONS, WARP, cdiv, check_floats, empty_like, next_power_of_2, persistent_programs
 
 #: Number of warps of a program, and of feature pairs of each thread: as many 16-bit values as a thread loads at once.
 _WARPS, _PAIRS_EACH = 2, 8
@@ -78,7 +77,7 @@ def forward(
     tile, groups = _tile(query, key)
     tokens = [tensor.flatten(0, 1) for tensor in (query, key)]
     angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
-    norm_and_rotate[(triton.cdiv(samples * positions, tile["TOKENS"]), groups)](
+    norm_and_rotate[(cdiv(samples * positions, tile["TOKENS"]), groups)](
         *out, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
         samples * positions, positions, query.shape[2], key.shape[2], features // 2,
         *tokens[0].stride(), *tokens[1].stride(), *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
@@ -131,8 +130,8 @@ def fill_gradients(
     if not samples * positions:
         return torch.zeros_like(query_weight), torch.zeros_like(key_weight)
     tile, groups = _tile(query, key)
-    tiles = triton.cdiv(samples * positions, tile["TOKENS"])
-    programs = triton.cdiv(persistent_programs(query, tiles * groups, _PROGRAMS_EACH), groups)
+    tiles = cdiv(samples * positions, tile["TOKENS"])
+    programs = cdiv(persistent_programs(query, tiles * groups, _PROGRAMS_EACH), groups)
     partial = torch.empty(programs * groups, features, dtype=torch.float32, device=query.device)
     of_queries = programs * tile["QUERY_GROUPS"]
     partials = partial[:of_queries], partial[of_queries:]
@@ -153,7 +152,7 @@ def fill_gradients(
 
 def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:
     """Tile sizes and warps of a program, and the number of programs that share the heads of a token."""
-    width = triton.next_power_of_2(query.shape[3] // 2)
+    width = next_power_of_2(query.shape[3] // 2)
     tokens = max(1, _WARPS * WARP * _PAIRS_EACH // width)
     counts = query.shape[2], key.shape[2]
     # As many heads per program as divide both head counts, up to _HEADS.
@@ -161,7 +160,7 @@ def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:
     heads = max(each for each in range(1, _HEADS + 1) if common % each == 0)
     if 2 * heads < min(_HEADS, *counts):
         heads = min(_HEADS, *counts)
-    groups = [triton.cdiv(count, heads) for count in counts]
+    groups = [cdiv(count, heads) for count in counts]
     exact = common % heads == 0 and 2 * width == query.shape[3] and query.shape[0] * query.shape[1] % tokens == 0
     tile = {
         "QUERY_GROUPS": groups[0], "HEADS": heads, "TOKENS": tokens, "PAIRS": width, "EXACT": exact, "num_warps": _WARPS

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import triton
 from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.permutation import copy_to_rows, differentiate, sum_rows
-from d9d_triton.launch import OPTIONS, check_floats, empty_like
+from d9d_triton.launch import OPTIONS, cdiv, check_floats, empty_like, next_power_of_2
 
 #: Number of features that a program copies or sums; number of elements of a backward's tile (choices x features).
 _BLOCK, _TILE = 1024, 4096
@@ -89,8 +88,8 @@ def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> 
     features = tokens.shape[1]
     out = tokens.new_empty(len(slots), features)
     if out.numel():
-        block = min(_BLOCK, triton.next_power_of_2(features))
-        copy_to_rows[(len(tokens), triton.cdiv(features, block))](
+        block = min(_BLOCK, next_power_of_2(features))
+        copy_to_rows[(len(tokens), cdiv(features, block))](
             out, tokens, places.contiguous(), features, *tokens.stride(), CHOICES=places.shape[1], BLOCK=block,
             num_warps=max(1, block // 128), **OPTIONS,
         )  # fmt: skip
@@ -144,8 +143,8 @@ def weighted_sum_backward(
     grad_weights = empty_like(weights) if of_weights else weights.new_empty(0)
     tokens, choices = places.shape
     if places.numel():
-        lanes = triton.next_power_of_2(choices)
-        block = min(triton.next_power_of_2(rows.shape[1]), max(16, _TILE // lanes))
+        lanes = next_power_of_2(choices)
+        block = min(next_power_of_2(rows.shape[1]), max(16, _TILE // lanes))
         differentiate[(tokens,)](
             grad_rows, grad_weights, grad, rows, places.contiguous(), weights.contiguous(), len(rows),
             *grad.stride(), *rows.stride(), FEATURES=rows.shape[1],
@@ -159,9 +158,9 @@ def _sum(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     count, features = rows.shape
     out = rows.new_empty(tokens, features)
     if out.numel():
-        block = min(_BLOCK, triton.next_power_of_2(features))
+        block = min(_BLOCK, next_power_of_2(features))
         factors = rows if weights is None else weights.contiguous()  # unused without weights; any valid pointer
-        sum_rows[(tokens, triton.cdiv(features, block))](
+        sum_rows[(tokens, cdiv(features, block))](
             out, rows, places.contiguous(), factors, count, features, *rows.stride(),
             CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block, **OPTIONS,
         )  # fmt: skip

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.rms_norm import differentiate, normalise
-from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, persistent_programs
+from d9d_triton.launch import OPTIONS, as_rows, cdiv, check_floats, empty_like, next_power_of_2, persistent_programs
 
 #: Number of elements of a tile; a tile holds several rows if they are shorter, or one row that is longer.
 _TILE = 2048
@@ -80,7 +79,7 @@ def fill_norm(
     others = rows if added is None else as_rows(added)
     sums = out if total is None else total
     tile = _tile(rows.shape[1])
-    normalise[(triton.cdiv(len(rows), tile["ROWS"]),)](
+    normalise[(cdiv(len(rows), tile["ROWS"]),)](
         out, sums, rows, others, weight, len(rows), rows.shape[1], *rows.stride(), *others.stride(),
         weight.stride(0), eps, **tile, ADDS=added is not None, **OPTIONS,
     )  # fmt: skip
@@ -119,7 +118,7 @@ def rms_norm_backward(
     rows, grads = as_rows(x), as_rows(grad)
     others = as_rows(residual) if of_x and residual is not None else grads
     tile = _tile(rows.shape[1])
-    programs = persistent_programs(x, triton.cdiv(len(rows), tile["ROWS"]))
+    programs = persistent_programs(x, cdiv(len(rows), tile["ROWS"]))
     # float32 [P, D]; the kernel needs valid pointers even for arguments that it does not use.
     partial = torch.empty((programs, rows.shape[1]) if of_weight else 0, dtype=torch.float32, device=x.device)
     differentiate[(programs,)](
@@ -141,7 +140,7 @@ def _rows_gradients(x: Tensor, of_x: bool, also: torch.dtype | None) -> tuple[Te
 
 def _tile(features: int) -> dict[str, int]:
     """Rows and features of a program's tile, powers of two, and its warps: about 16 elements per thread."""
-    width = triton.next_power_of_2(features)
+    width = next_power_of_2(features)
     return {"ROWS": max(1, _TILE // width), "FEATURES": width, "num_warps": min(16, max(4, width // 512))}
 
 

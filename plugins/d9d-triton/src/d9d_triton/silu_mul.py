@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.silu_mul import differentiate, gate_rows
-from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like
+from d9d_triton.launch import OPTIONS, as_rows, cdiv, check_floats, empty_like, next_power_of_2
 
 #: Number of elements that one program computes.
 _BLOCK = 2048
@@ -101,11 +100,9 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
 def _launch(kernel: Any, outs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any) -> None:
     """Launch a kernel over non-empty inputs [R, I]; the first two outputs may have any row stride."""
     count, features = inputs[0].shape
-    block = min(_BLOCK, triton.next_power_of_2(features))
+    block = min(_BLOCK, next_power_of_2(features))
     strides = [out.stride(0) for out in outs[:-1]] + [stride for tensor in inputs for stride in tensor.stride()]
-    kernel[(count * triton.cdiv(features, block),)](
-        *outs, *inputs, features, *strides, BLOCK=block, **options, **OPTIONS
-    )
+    kernel[(count * cdiv(features, block),)](*outs, *inputs, features, *strides, BLOCK=block, **options, **OPTIONS)
 
 
 def _empty_out(gate: Tensor, up: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from d9d_nn.ops.attention_inputs import attention_inputs as reference
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from d9d_triton.joint.products import joint_rows_gradient
 from d9d_triton.kernels.attention_inputs import copy_rows
-from d9d_triton.launch import OPTIONS
+from d9d_triton.launch import OPTIONS, cdiv, next_power_of_2
 from d9d_triton.normed_rope import fill_gradients
 from d9d_triton.normed_rope import forward as normed_rope
 
@@ -127,8 +126,8 @@ def _copy(out: Tensor, x: Tensor) -> None:
     if not rows:
         return
     x = x if x.stride(1) == 1 else x.contiguous()
-    width = min(_FEATURES, triton.next_power_of_2(features))
-    copy_rows[(triton.cdiv(rows, _ROWS), triton.cdiv(features, width))](
+    width = min(_FEATURES, next_power_of_2(features))
+    copy_rows[(cdiv(rows, _ROWS), cdiv(features, width))](
         out, x, rows, features, out.stride(0), x.stride(0), ROWS=_ROWS, FEATURES=width, **OPTIONS
     )
 

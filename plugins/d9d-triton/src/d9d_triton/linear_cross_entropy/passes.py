@@ -7,10 +7,10 @@ Shapes: C rows, V vocabulary size, P columns of a row in memory: V, and possibly
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from d9d_triton.kernels.linear_cross_entropy import count_above, differentiate, include_words, take_statistics
+from d9d_triton.launch import cdiv, next_power_of_2
 
 #: Divisor of P, so that every row is aligned for vectorized loads, whatever V is.
 _COLUMNS = 16
@@ -154,8 +154,8 @@ def gradient_in_place(
         first: vocabulary index of the first logit, if the logits are a chunk of the vocabulary.
     """
     block = _block(words, _BLOCK if first is None else _CHUNK_BLOCK)
-    blocks = min(_BLOCKS, triton.cdiv(words, block))
-    sections = triton.cdiv(words, block * blocks)
+    blocks = min(_BLOCKS, cdiv(words, block))
+    sections = cdiv(words, block * blocks)
     differentiate[(len(logits) * sections,)](
         logits,
         targets,
@@ -174,5 +174,5 @@ def gradient_in_place(
 
 
 def _block(words: int, most: int = _BLOCK) -> int:
-    block: int = triton.next_power_of_2(words)
+    block: int = next_power_of_2(words)
     return min(most, max(_COLUMNS, block))
