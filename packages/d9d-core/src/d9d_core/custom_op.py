@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,13 +26,13 @@ from torch._ops import OpOverload
 
 __all__ = ["CustomOp"]
 
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
+_S = TypeVar("_S")
 #: Ending of the name of the operator that Dynamo sees.
 _WITH_GRADIENTS = "_with_gradients"
 
 
-class CustomOp(Generic[_P, _R]):
+class CustomOp(Generic[_R]):
     """Operator of torch whose kernel is a Python function, opaque to ``torch.compile``; called like the function.
 
     Differences from :func:`torch.library.custom_op`, which needs about twice the host time per call:
@@ -56,7 +56,7 @@ class CustomOp(Generic[_P, _R]):
         differentiable: operator that computes gradients too, which Dynamo sees.
     """
 
-    def __init__(self, name: str, function: Callable[_P, _R]) -> None:
+    def __init__(self, name: str, function: Callable[..., _R]) -> None:
         self._namespace, _, self._name = name.partition("::")
         self._schema: str = torch.library.infer_schema(function, mutates_args=())
         self._library: Any = torch.library.Library(self._namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -65,17 +65,17 @@ class CustomOp(Generic[_P, _R]):
         self.differentiable = self._register(self._name + _WITH_GRADIENTS, self._call, "CompositeImplicitAutograd")
         update_wrapper(self, function)
 
-    @classmethod
-    def define(cls, name: str) -> Callable[[Callable[_P, _R]], CustomOp[_P, _R]]:
+    @staticmethod
+    def define(name: str) -> Callable[[Callable[..., _S]], CustomOp[_S]]:
         """Decorator that makes a function the kernel of an operator, see :class:`CustomOp`."""
-        return lambda function: cls(name, function)
+        return lambda function: CustomOp(name, function)
 
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def __call__(self, *args: Any, **kwargs: Any) -> _R:
         """Call the operator; in grad mode with the gradient formula."""
         call = self.differentiable if torch.compiler.is_dynamo_compiling() else self._call
         return cast("_R", call(*args, **kwargs))
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> CustomOp[_P, _R]:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> CustomOp[_R]:
         """Return the object itself, as a copy of a function is the function: modules that hold kernels are copied."""
         return self
 

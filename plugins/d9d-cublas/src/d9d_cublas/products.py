@@ -66,6 +66,8 @@ class Products:
         return out
 
     def _of(self, device: torch.device) -> Multiplies | None:
+        if device in self._devices:  # without the lock: entries only come
+            return self._devices[device]
         with self._lock:
             if device not in self._devices:
                 if self._capturing():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, reduce
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ _MOST = 1024
 _NUMBERS = frozenset({int, float, bool})
 
 #: Functions that read one fact of a tensor.
-_ADDRESS, _DEVICE, _DTYPE = Tensor.data_ptr, Tensor.get_device, Tensor.dtype.__get__
+_ADDRESS, _DEVICE, _DTYPE = Tensor.data_ptr, Tensor.get_device, attrgetter("dtype")
 
 
 class _Launch(NamedTuple):
@@ -188,8 +188,7 @@ def is_observed(kernel: Any) -> bool:
 def _run(
     launch: _Launch, grid: tuple[int, ...], device: int, addresses: tuple[int, ...], numbers: tuple[Any, ...]
 ) -> None:
+    run, function, metadata, constants = launch
     x, y, z = (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(device)
-    launch.run(
-        x, y, z, stream, launch.function, launch.metadata, None, None, None, *addresses, *numbers, *launch.constants
-    )  # fmt: skip
+    run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
