@@ -35,6 +35,7 @@ LAYERS = {
             "attention",
             "config",
             "containment",
+            "custom_op",
             "deferral",
             "elastic",
             "health",
@@ -125,7 +126,7 @@ TEST_TOOLS = {
 API = Api.shipped()
 DECLARED = API.names
 #: Declared modules of core that compute with tensors; all others load without torch.
-WITH_TENSORS = {"d9d_core.accumulators", "d9d_core.deferral", "d9d_core.tensors"}
+WITH_TENSORS = {"d9d_core.accumulators", "d9d_core.custom_op", "d9d_core.deferral", "d9d_core.tensors"}
 #: Declared although no source file imports it: distribution -> why.
 INDIRECT = {
     "numpy": "torch needs it to exchange memory with files and pictures, and does not declare it",

@@ -210,7 +210,7 @@ def test_four_is_one_operation_for_the_compiler(packed: bool, window: int | None
     if packed:
         tensors = tuple(tensor.detach().flatten(0, 1).requires_grad_() for tensor in tensors)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(cute.forward, (*tensors, starts, 6, window, causal), test_utils=checks)
+    torch.library.opcheck(cute.forward.overload, (*tensors, starts, 6, window, causal), test_utils=checks)
     out, sums = cute.forward(*(tensor.detach() for tensor in tensors), starts, 6, window, causal)
     arguments = (
         normal(*out.shape, seed=5),
@@ -222,7 +222,7 @@ def test_four_is_one_operation_for_the_compiler(packed: bool, window: int | None
         window,
         causal,
     )
-    torch.library.opcheck(cute.backward, arguments, test_utils=checks)
+    torch.library.opcheck(cute.backward.overload, arguments, test_utils=checks)
 
 
 @pytest.mark.thorough

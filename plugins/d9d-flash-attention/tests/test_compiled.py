@@ -30,11 +30,12 @@ def compile_calls() -> None:
             ]
             starts = torch.empty(ROOM + 1, device="cuda", dtype=torch.int32) if packed else None
             # The ops themselves would be satisfied with what their fakes say.
-            out, sums = cute.forward._init_fn(*tensors, starts, LENGTH, window, causal)
+            out, sums = cute.forward.__wrapped__(*tensors, starts, LENGTH, window, causal)
             fakes = cute._fake(*tensors, starts, LENGTH, window, causal)
             for found, expected in zip((out, sums), fakes, strict=True):
                 assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
-            grads = cute.backward._init_fn(torch.empty_like(out), *tensors, out, sums, starts, LENGTH, window, causal)
+            inputs = torch.empty_like(out), *tensors, out, sums, starts, LENGTH, window, causal
+            grads = cute.backward.__wrapped__(*inputs)
             assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
         print(f"compiled: packed {packed}, window {window}, causal {causal}")
 

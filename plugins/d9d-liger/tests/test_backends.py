@@ -54,11 +54,11 @@ def test_these_are_one_operation_for_the_compiler(op: str) -> None:
     tensors = OPS[op][1]
     if op == "rope":
         tensors = (*tensors, ANGLES.cos(), ANGLES.sin())
-        torch.library.opcheck(rope.rope, tensors, test_utils=checks)
-        torch.library.opcheck(rope.backward, tensors, test_utils=checks)
+        torch.library.opcheck(rope.rope.overload, tensors, test_utils=checks)
+        torch.library.opcheck(rope.backward.overload, tensors, test_utils=checks)
         return
-    torch.library.opcheck(silu_mul.forward, tensors, test_utils=checks)
-    torch.library.opcheck(silu_mul.backward, (tensors[0], *tensors), test_utils=checks)
+    torch.library.opcheck(silu_mul.forward.overload, tensors, test_utils=checks)
+    torch.library.opcheck(silu_mul.backward.overload, (tensors[0], *tensors), test_utils=checks)
 
 
 def test_gates_of_two_dtypes_come_out_in_the_wider_one() -> None:

@@ -40,7 +40,7 @@ def compile_products() -> None:
             (grouped_linear._bank_gradient, (x, grad, starts)),
         ):
             try:
-                op._init_fn(*inputs)
+                op.__wrapped__(*inputs)
             except CompiledError:
                 print(f"compiled: {op}")
 

@@ -48,7 +48,7 @@ def test_the_gradient_of_rows_is_one_product() -> None:
     grad, parts = torch.randn(3, 8), weights("adjacent")
     torch.testing.assert_close(joint_rows_gradient(grad, parts), grad @ torch.cat(parts))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(joint_rows_gradient, (grad, parts), test_utils=tests)
+    torch.library.opcheck(joint_rows_gradient.overload, (grad, parts), test_utils=tests)
 
 
 @pytest.mark.parametrize("needed", list(product([False, True], repeat=4)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from d9d_triton import adamw, column_sums, gradient_power, launch, normed_rope, permutation, rms_norm, rope, silu_mul
 from d9d_triton.joint import attention_inputs
 from d9d_triton.launch import Blocks, as_rows, check_floats, persistent_programs
@@ -131,6 +132,12 @@ def test_blocks_of_several_tensors_are_numbered_and_their_tables_kept_for_a_whil
     assert blocks.of((4, 0, 9, 1), cpu)[0] is owners  # 32 tables
     blocks.of((1000,), cpu)
     assert blocks.of((4, 0, 9, 1), cpu)[0] is not owners
+
+
+def test_quotients_and_powers_are_tritons() -> None:
+    for number in range(1, 40):
+        assert launch.next_power_of_2(number) == triton.next_power_of_2(number)
+        assert [launch.cdiv(number, by) for by in range(1, 9)] == [triton.cdiv(number, by) for by in range(1, 9)]
 
 
 def test_rows_are_views_where_strides_allow_and_other_dtypes_are_refused() -> None:

@@ -20,7 +20,8 @@ from triton.compiler import ASTSource
 
 POINTERS = {"targets": "*i64", "ranks": "*i64", **dict.fromkeys(("losses", "peaks", "totals", "grad_losses"), "*fp32")}
 
-def show(kernel, dtype, words, own=None, most=passes._BLOCK, **constants):
+def show(launcher, dtype, words, own=None, most=passes._BLOCK, **constants):
+    kernel = launcher.kernel
     constants |= {"WORDS": words, "STRIDE": passes.columns(words), "BLOCK": passes._block(words, most)}
     types = {**POINTERS, "logits": dtype, "own": own or dtype, "ignored": "i32", "sections": "i32", "first": "i32"}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}

@@ -134,6 +134,6 @@ def test_dtypes_that_differ_are_refused() -> None:
 def test_ops_keep_the_rules_of_custom_ops() -> None:
     tensors = [rows(*shape).requires_grad_() for shape in ((5, 16), (24, 16), (24, 16), (16, 24))]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.d9d_triton.swiglu.default, tuple(tensors), test_utils=tests)
+    torch.library.opcheck(torch.ops.d9d_triton.swiglu_with_gradients.default, tuple(tensors), test_utils=tests)
     inside = tuple(rows(5, 24) for _ in range(3))
     torch.library.opcheck(torch.ops.d9d_triton.silu_mul_backward_beside.default, inside, test_utils=tests)

@@ -84,7 +84,8 @@ class DeviceProducts:
         self._tuner = tuner
         self._capturing = capturing
         self._smallest = smallest
-        self._plans: dict[tuple[Problem, tuple[int, int]], _Plan] = {}
+        # The keys are plain facts of the operands, because each product would spend microseconds on a Problem.
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._measured = 0
         # Forward and backward run in different threads.
         self._lock = threading.Lock()
@@ -98,18 +99,19 @@ class DeviceProducts:
             second: second operand; both must pass :func:`~d9d_cublas.problem.fits`.
             out: receives the product; contiguous.
         """
-        problem, strides = Problem.of(layout, first, second), (first.stride(0), second.stride(0))
-        plan = self._plans.get((problem, strides))
+        key = layout, first.shape, second.shape, first.stride(0), second.stride(0), first.dtype
+        plan = self._plans.get(key)
         if plan is None:
             with self._lock:
-                plan = self._plan(problem, strides, first, second, out)
+                plan = self._plan(key, layout, first, second, out)
         if plan.algorithm is None:
             multiply(layout, first, second, out)
         else:
             self._library.run(plan.description, plan.algorithm, first, second, out)
 
-    def _plan(self, problem: Problem, strides: tuple[int, int], first: Tensor, second: Tensor, out: Tensor) -> _Plan:
+    def _plan(self, key: tuple[Any, ...], layout: str, first: Tensor, second: Tensor, out: Tensor) -> _Plan:
         """Plan of a product; cached, unless the product has no choice yet and cannot be measured now."""
+        problem, strides = Problem.of(layout, first, second), (first.stride(0), second.stride(0))
         choice = self._find(problem)
         if choice is None and not self._capturing():
             self._measured += 1
@@ -117,7 +119,7 @@ class DeviceProducts:
         if choice is None:
             return _Plan()
         plan = self._restored(problem, strides, choice)
-        self._plans[problem, strides] = plan
+        self._plans[key] = plan
         return plan
 
     def _find(self, problem: Problem) -> Choice | None:

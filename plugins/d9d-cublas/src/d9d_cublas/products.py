@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from d9d_core.custom_op import CustomOp
 from d9d_triton.joint.products import stacked
 from torch import Tensor
 
@@ -65,6 +66,8 @@ class Products:
         return out
 
     def _of(self, device: torch.device) -> Multiplies | None:
+        if device in self._devices:  # without the lock: entries only come
+            return self._devices[device]
         with self._lock:
             if device not in self._devices:
                 if self._capturing():
@@ -103,7 +106,7 @@ def forward(rows: Tensor, weight: Tensor) -> Tensor:
     return _PRODUCTS.multiply("forward", rows, weight)
 
 
-@torch.library.custom_op("d9d_cublas::rows_gradient", mutates_args=())
+@CustomOp.define("d9d_cublas::rows_gradient")
 def rows_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """Gradient of the rows of :func:`forward`, ``grad @ weight``.
 
@@ -117,7 +120,7 @@ def rows_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     return _PRODUCTS.multiply("rows_gradient", grad, weight)
 
 
-@torch.library.custom_op("d9d_cublas::joint_rows_gradient", mutates_args=())
+@CustomOp.define("d9d_cublas::joint_rows_gradient")
 def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
     """Gradient of the rows of several forward products, computed in one product with the concatenated weights.
 
@@ -131,7 +134,7 @@ def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
     return _PRODUCTS.multiply("rows_gradient", grad, stacked(weights))
 
 
-@torch.library.custom_op("d9d_cublas::weight_gradient", mutates_args=())
+@CustomOp.define("d9d_cublas::weight_gradient")
 def weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
     """Gradient of the weight of :func:`forward`, ``grad.T @ rows``.
 

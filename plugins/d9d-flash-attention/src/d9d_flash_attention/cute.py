@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 import torch
+from d9d_core.custom_op import CustomOp
 from d9d_core.errors import BuildError
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def check_library() -> None:
         )
 
 
-@torch.library.custom_op("d9d_flash_attention::forward", mutates_args=())
+@CustomOp.define("d9d_flash_attention::forward")
 def forward(
     query: Tensor,
     key: Tensor,
@@ -78,7 +79,7 @@ def forward(
     return out, sums
 
 
-@torch.library.custom_op("d9d_flash_attention::backward", mutates_args=())
+@CustomOp.define("d9d_flash_attention::backward")
 def backward(
     grad: Tensor,
     query: Tensor,

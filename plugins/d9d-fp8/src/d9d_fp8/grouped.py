@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from d9d_core.custom_op import CustomOp
 from d9d_core.deferral import Deferral
 from d9d_core.kernel import Decision, OpSignature
 from d9d_nn.ops.deferred import Product, may_defer, product
@@ -140,7 +141,7 @@ def _bank_gradient(x: Tensor, grad: Tensor, ends: Tensor, emulate: bool) -> Tens
 
 
 # A custom op, because torch 2.11 cannot compile torch's own ``scaled_grouped_mm``.
-@torch.library.custom_op("d9d_fp8::scaled_grouped_mm", mutates_args=())
+@CustomOp.define("d9d_fp8::scaled_grouped_mm")
 def _scaled_grouped_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor) -> Tensor:
     if not len(a):
         return a.new_empty(0, b.shape[1], dtype=torch.bfloat16)

@@ -6,6 +6,7 @@ Shapes: M rows of a, N rows of b, K features of both.
 from __future__ import annotations
 
 import torch
+from d9d_core.custom_op import CustomOp
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
@@ -44,7 +45,7 @@ def scaled_product(
 
 
 # A custom op, because torch 2.11 ignores the strides of block scales when it compiles torch's own ``scaled_mm``.
-@torch.library.custom_op("d9d_fp8::scaled_mm", mutates_args=())
+@CustomOp.define("d9d_fp8::scaled_mm")
 def _scaled_mm(a: Tensor, a_scale: Tensor, a_kind: str, b: Tensor, b_scale: Tensor, b_kind: str, fast: bool) -> Tensor:
     left, right = Granularity(a_kind), Granularity(b_kind)
     if left is not right and Granularity.TENSOR in (left, right):  # no kernel takes a per-tensor and another scale

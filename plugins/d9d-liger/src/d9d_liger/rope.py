@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from liger_kernel.ops import rope_backward, rope_forward
 from torch import Tensor
@@ -21,7 +22,7 @@ def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
     return rope
 
 
-@torch.library.custom_op("d9d_liger::rope", mutates_args=())
+@CustomOp.define("d9d_liger::rope")
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys, see :func:`d9d_nn.ops.rope.rope`. The angles get no gradient.
 
@@ -37,7 +38,7 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return _rotate(rope_forward, query, key, cos, sin)
 
 
-@torch.library.custom_op("d9d_liger::rope_backward", mutates_args=())
+@CustomOp.define("d9d_liger::rope_backward")
 def backward(grad_query: Tensor, grad_key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of query and key, contiguous, from the outputs' gradients, which may have any strides."""
     return _rotate(rope_backward, grad_query, grad_key, cos, sin)

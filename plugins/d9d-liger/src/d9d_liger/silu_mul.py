@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from liger_kernel.ops import swiglu_backward, swiglu_forward
 from torch import Tensor
@@ -41,7 +42,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("d9d_liger::silu_mul", mutates_args=())
+@CustomOp.define("d9d_liger::silu_mul")
 def forward(gate: Tensor, up: Tensor) -> Tensor:
     """Custom op that computes :func:`silu_mul`, for two tensors of one shape and dtype."""
     if not gate.numel():
@@ -50,7 +51,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("d9d_liger::silu_mul_backward", mutates_args=())
+@CustomOp.define("d9d_liger::silu_mul_backward")
 def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up, contiguous, from the gradient of the output, which may have any strides."""
     grads = gate.clone(memory_format=torch.contiguous_format), up.clone(memory_format=torch.contiguous_format)

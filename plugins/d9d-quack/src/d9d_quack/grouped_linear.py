@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from d9d_core.custom_op import CustomOp
 from d9d_core.deferral import Deferral
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSignature
@@ -63,7 +63,7 @@ def grouped_linear(
     return out
 
 
-@torch.library.custom_op("d9d_quack::grouped_linear", mutates_args=())
+@CustomOp.define("d9d_quack::grouped_linear")
 def _forward(x: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
     """Multiply rows [R, I] by the matrices [E, I, O] of their experts: [R, O].
 
@@ -75,13 +75,13 @@ def _forward(x: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> T
 
 # The two gradients are separate custom ops: around a single op, the compiler could not fuse the operations that prepare
 # one gradient's inputs with the operations that use the other gradient.
-@torch.library.custom_op("d9d_quack::grouped_linear_rows_gradient", mutates_args=())
+@CustomOp.define("d9d_quack::grouped_linear_rows_gradient")
 def _rows_gradient(grad: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
     """Gradient of rows [R, I], from the gradient of the result [R, O]."""
     return _multiply(grad, bank.mT, starts, spare)
 
 
-@torch.library.custom_op("d9d_quack::grouped_linear_bank_gradient", mutates_args=())
+@CustomOp.define("d9d_quack::grouped_linear_bank_gradient")
 def _bank_gradient(x: Tensor, grad: Tensor, starts: Tensor) -> Tensor:
     """Gradient of the stacked expert weights [E, I, O]."""
     from quack.gemm_interface import gemm

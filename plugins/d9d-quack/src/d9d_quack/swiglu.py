@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
@@ -57,7 +58,7 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
     return out.view(x.shape)
 
 
-@torch.library.custom_op("d9d_quack::swiglu", mutates_args=())
+@CustomOp.define("d9d_quack::swiglu")
 def _forward(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Output [M, H] of the layer for rows [M, H]; and gate and up, for the backward: [M, 2 I], columns alternate."""
     # Imported here, because it takes seconds and the conditions of the backend do not need it.
@@ -68,7 +69,7 @@ def _forward(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: 
     return gated @ down_weight.T, both
 
 
-@torch.library.custom_op("d9d_quack::swiglu_backward", mutates_args=())
+@CustomOp.define("d9d_quack::swiglu_backward")
 def _backward(
     grad: Tensor,
     rows: Tensor,

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.adamw import count_step, update_weights
-from d9d_triton.launch import OPTIONS, Blocks, check_floats, on_device
+from d9d_triton.launch import OPTIONS, Blocks, cdiv, check_floats, on_device
 from d9d_triton.support import interpreted
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class FusedAdamW:
         owners, firsts = self._blocks.of(sizes, device)
         factors = torch.empty(2, len(rows), dtype=torch.float32, device=device)
         keys = torch.empty(len(rows), dtype=torch.int64, device=device)
-        count_step[(triton.cdiv(len(rows), _COUNTS),)](
+        count_step[(cdiv(len(rows), _COUNTS),)](
             table,
             factors,
             keys,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def add_rms_norm(
     return found
 
 
-@torch.library.custom_op("d9d_triton::add_rms_norm", mutates_args=())
+@CustomOp.define("d9d_triton::add_rms_norm")
 def add_and_normalise(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:

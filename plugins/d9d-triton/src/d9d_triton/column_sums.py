@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from d9d_triton.kernels.column_sums import add_up
-from d9d_triton.launch import OPTIONS
+from d9d_triton.launch import OPTIONS, cdiv
 
 #: Number of rows that a program adds in parallel, and number of its columns: few columns, so that there are enough
 #: programs for all multiprocessors.
@@ -18,7 +17,7 @@ def column_sums(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum each column in float32; round the result once.
 
     Args:
-        matrix: float32 [R, C], contiguous, on the current device.
+        matrix: float32 [R, C], contiguous.
         dtype: dtype of the sums.
 
     Returns:
@@ -26,8 +25,8 @@ def column_sums(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows, columns = matrix.shape
     out = torch.empty(columns, dtype=dtype, device=matrix.device)
-    blocks = triton.cdiv(rows, _ROWS)
-    add_up[(triton.cdiv(columns, _COLUMNS),)](
+    blocks = cdiv(rows, _ROWS)
+    add_up[(cdiv(columns, _COLUMNS),)](
         out, matrix, rows, columns, ROWS=_ROWS, BLOCKS=blocks, COLUMNS=_COLUMNS, **OPTIONS
     )
     return out

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from d9d_triton import support
@@ -51,12 +50,22 @@ class Blocks:
         return self._tables[sizes]
 
     def _divide(self, sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        counts = torch.tensor([triton.cdiv(size, self._size) for size in sizes])
+        counts = torch.tensor([cdiv(size, self._size) for size in sizes])
         owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
         firsts = (counts.cumsum(0) - counts).to(torch.int32)
         if device.type == "cuda":
             owners, firsts = owners.pin_memory(), firsts.pin_memory()
         return owners.to(device, non_blocking=True), firsts.to(device, non_blocking=True)
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """Quotient of two positive integers, rounded up; ``triton.cdiv`` takes 1.4 us."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """Smallest power of two >= a positive integer; ``triton.next_power_of_2`` takes 1.4 us."""
+    return 1 << (number - 1).bit_length()
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:

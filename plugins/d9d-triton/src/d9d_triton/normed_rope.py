@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from d9d_nn.ops.normed_rope import normed_rope as reference
 from torch import Tensor
 
 from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.normed_rope import differentiate, norm_and_rotate
-from d9d_triton.launch import OPTIONS, WARP, check_floats, empty_like, on_device, persistent_programs
+from d9d_triton.launch import OPTIONS, WARP, cdiv, check_floats, empty_like, next_power_of_2, persistent_programs
 
 #: Number of warps of a program, and of feature pairs of each thread: as many 16-bit values as a thread loads at once.
 _WARPS, _PAIRS_EACH = 2, 8
@@ -64,7 +64,7 @@ def normed_rope(
     return found
 
 
-@torch.library.custom_op("d9d_triton::normed_rope", mutates_args=())
+@CustomOp.define("d9d_triton::normed_rope")
 def forward(
     query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -77,16 +77,15 @@ def forward(
     tile, groups = _tile(query, key)
     tokens = [tensor.flatten(0, 1) for tensor in (query, key)]
     angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
-    with on_device(query):
-        norm_and_rotate[(triton.cdiv(samples * positions, tile["TOKENS"]), groups)](
-            *out, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
-            samples * positions, positions, query.shape[2], key.shape[2], features // 2,
-            *tokens[0].stride(), *tokens[1].stride(), *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
-        )  # fmt: skip
+    norm_and_rotate[(cdiv(samples * positions, tile["TOKENS"]), groups)](
+        *out, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
+        samples * positions, positions, query.shape[2], key.shape[2], features // 2,
+        *tokens[0].stride(), *tokens[1].stride(), *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
+    )  # fmt: skip
     return out
 
 
-@torch.library.custom_op("d9d_triton::normed_rope_backward", mutates_args=())
+@CustomOp.define("d9d_triton::normed_rope_backward")
 def backward(
     grad_query: Tensor,
     grad_key: Tensor,
@@ -131,30 +130,29 @@ def fill_gradients(
     if not samples * positions:
         return torch.zeros_like(query_weight), torch.zeros_like(key_weight)
     tile, groups = _tile(query, key)
-    tiles = triton.cdiv(samples * positions, tile["TOKENS"])
-    programs = triton.cdiv(persistent_programs(query, tiles * groups, _PROGRAMS_EACH), groups)
+    tiles = cdiv(samples * positions, tile["TOKENS"])
+    programs = cdiv(persistent_programs(query, tiles * groups, _PROGRAMS_EACH), groups)
     partial = torch.empty(programs * groups, features, dtype=torch.float32, device=query.device)
     of_queries = programs * tile["QUERY_GROUPS"]
     partials = partial[:of_queries], partial[of_queries:]
     found = [tensor.view(-1, *tensor.shape[2:]) for tensor in (of_query, of_key)]
     tokens = [tensor.flatten(0, 1) for tensor in (grad_query, grad_key, query, key)]
     angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
-    with on_device(query):
-        differentiate[(programs, groups)](
-            *found, *partials, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
-            samples * positions, positions, query.shape[2], key.shape[2], features // 2,
-            *(tensor.stride(0) for tensor in found), *(stride for tensor in tokens for stride in tensor.stride()),
-            *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
-        )  # fmt: skip
-        of_weights = [
-            column_sums(sums, weight.dtype) for sums, weight in zip(partials, (query_weight, key_weight), strict=True)
-        ]
+    differentiate[(programs, groups)](
+        *found, *partials, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
+        samples * positions, positions, query.shape[2], key.shape[2], features // 2,
+        *(tensor.stride(0) for tensor in found), *(stride for tensor in tokens for stride in tensor.stride()),
+        *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
+    )  # fmt: skip
+    of_weights = [
+        column_sums(sums, weight.dtype) for sums, weight in zip(partials, (query_weight, key_weight), strict=True)
+    ]
     return of_weights[0], of_weights[1]
 
 
 def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:
     """Tile sizes and warps of a program, and the number of programs that share the heads of a token."""
-    width = triton.next_power_of_2(query.shape[3] // 2)
+    width = next_power_of_2(query.shape[3] // 2)
     tokens = max(1, _WARPS * WARP * _PAIRS_EACH // width)
     counts = query.shape[2], key.shape[2]
     # As many heads per program as divide both head counts, up to _HEADS.
@@ -162,7 +160,7 @@ def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:
     heads = max(each for each in range(1, _HEADS + 1) if common % each == 0)
     if 2 * heads < min(_HEADS, *counts):
         heads = min(_HEADS, *counts)
-    groups = [triton.cdiv(count, heads) for count in counts]
+    groups = [cdiv(count, heads) for count in counts]
     exact = common % heads == 0 and 2 * width == query.shape[3] and query.shape[0] * query.shape[1] % tokens == 0
     tile = {
         "QUERY_GROUPS": groups[0], "HEADS": heads, "TOKENS": tokens, "PAIRS": width, "EXACT": exact, "num_warps": _WARPS

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.permutation import copy_to_rows, differentiate, sum_rows
-from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
+from d9d_triton.launch import OPTIONS, cdiv, check_floats, empty_like, next_power_of_2
 
 #: Number of features that a program copies or sums; number of elements of a backward's tile (choices x features).
 _BLOCK, _TILE = 1024, 4096
@@ -80,7 +79,7 @@ def unpermute(
     return total
 
 
-@torch.library.custom_op("d9d_triton::copy_tokens", mutates_args=())
+@CustomOp.define("d9d_triton::copy_tokens")
 def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:
     """Custom op behind :func:`permute`."""
     check_floats("permute", tokens=tokens)
@@ -89,29 +88,28 @@ def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> 
     features = tokens.shape[1]
     out = tokens.new_empty(len(slots), features)
     if out.numel():
-        block = min(_BLOCK, triton.next_power_of_2(features))
-        with on_device(tokens):
-            copy_to_rows[(len(tokens), triton.cdiv(features, block))](
-                out, tokens, places.contiguous(), features, *tokens.stride(), CHOICES=places.shape[1], BLOCK=block,
-                num_warps=max(1, block // 128), **OPTIONS,
-            )  # fmt: skip
+        block = min(_BLOCK, next_power_of_2(features))
+        copy_to_rows[(len(tokens), cdiv(features, block))](
+            out, tokens, places.contiguous(), features, *tokens.stride(), CHOICES=places.shape[1], BLOCK=block,
+            num_warps=max(1, block // 128), **OPTIONS,
+        )  # fmt: skip
     return out
 
 
-@torch.library.custom_op("d9d_triton::sum_copies", mutates_args=())
+@CustomOp.define("d9d_triton::sum_copies")
 def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
     """Sum rows [R, H] to [T, H] by places int64 [T, k]: gradient of :func:`permute`."""
     return _sum(rows, places, None)
 
 
-@torch.library.custom_op("d9d_triton::plain_sum", mutates_args=())
+@CustomOp.define("d9d_triton::plain_sum")
 def plain_sum(rows: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
     """Custom op behind :func:`unpermute` without weights."""
     check_floats("unpermute", rows=rows)
     return _sum(rows, places, None)
 
 
-@torch.library.custom_op("d9d_triton::weighted_sum", mutates_args=())
+@CustomOp.define("d9d_triton::weighted_sum")
 def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
     """Custom op behind :func:`unpermute` with weights."""
     check_floats("unpermute", rows=rows, weights=weights)
@@ -121,7 +119,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, absent: bool) ->
     return _sum(rows, places, weights)
 
 
-@torch.library.custom_op("d9d_triton::weighted_sum_backward", mutates_args=())
+@CustomOp.define("d9d_triton::weighted_sum_backward")
 def weighted_sum_backward(
     grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor, absent: bool, of_rows: bool, of_weights: bool
 ) -> tuple[Tensor, Tensor]:
@@ -145,14 +143,13 @@ def weighted_sum_backward(
     grad_weights = empty_like(weights) if of_weights else weights.new_empty(0)
     tokens, choices = places.shape
     if places.numel():
-        lanes = triton.next_power_of_2(choices)
-        block = min(triton.next_power_of_2(rows.shape[1]), max(16, _TILE // lanes))
-        with on_device(rows):
-            differentiate[(tokens,)](
-                grad_rows, grad_weights, grad, rows, places.contiguous(), weights.contiguous(), len(rows),
-                *grad.stride(), *rows.stride(), FEATURES=rows.shape[1],
-                CHOICES=choices, LANES=lanes, OF_X=of_rows, OF_WEIGHTS=of_weights, BLOCK=block, **OPTIONS,
-            )  # fmt: skip
+        lanes = next_power_of_2(choices)
+        block = min(next_power_of_2(rows.shape[1]), max(16, _TILE // lanes))
+        differentiate[(tokens,)](
+            grad_rows, grad_weights, grad, rows, places.contiguous(), weights.contiguous(), len(rows),
+            *grad.stride(), *rows.stride(), FEATURES=rows.shape[1],
+            CHOICES=choices, LANES=lanes, OF_X=of_rows, OF_WEIGHTS=of_weights, BLOCK=block, **OPTIONS,
+        )  # fmt: skip
     return grad_rows, grad_weights
 
 
@@ -161,13 +158,12 @@ def _sum(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     count, features = rows.shape
     out = rows.new_empty(tokens, features)
     if out.numel():
-        block = min(_BLOCK, triton.next_power_of_2(features))
+        block = min(_BLOCK, next_power_of_2(features))
         factors = rows if weights is None else weights.contiguous()  # unused without weights; any valid pointer
-        with on_device(rows):
-            sum_rows[(tokens, triton.cdiv(features, block))](
-                out, rows, places.contiguous(), factors, count, features, *rows.stride(),
-                CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block, **OPTIONS,
-            )  # fmt: skip
+        sum_rows[(tokens, cdiv(features, block))](
+            out, rows, places.contiguous(), factors, count, features, *rows.stride(),
+            CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block, **OPTIONS,
+        )  # fmt: skip
     return out
 
 

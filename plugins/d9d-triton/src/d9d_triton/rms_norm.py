@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.rms_norm import differentiate, normalise
-from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_device, persistent_programs
+from d9d_triton.launch import OPTIONS, as_rows, cdiv, check_floats, empty_like, next_power_of_2, persistent_programs
 
 #: Number of elements of a tile; a tile holds several rows if they are shorter, or one row that is longer.
 _TILE = 2048
@@ -33,7 +33,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
     return rms_norm
 
 
-@torch.library.custom_op("d9d_triton::rms_norm", mutates_args=())
+@CustomOp.define("d9d_triton::rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm by Triton, see :func:`d9d_nn.ops.rms_norm.rms_norm`.
 
@@ -79,14 +79,13 @@ def fill_norm(
     others = rows if added is None else as_rows(added)
     sums = out if total is None else total
     tile = _tile(rows.shape[1])
-    with on_device(x):
-        normalise[(triton.cdiv(len(rows), tile["ROWS"]),)](
-            out, sums, rows, others, weight, len(rows), rows.shape[1], *rows.stride(), *others.stride(),
-            weight.stride(0), eps, **tile, ADDS=added is not None, **OPTIONS,
-        )  # fmt: skip
+    normalise[(cdiv(len(rows), tile["ROWS"]),)](
+        out, sums, rows, others, weight, len(rows), rows.shape[1], *rows.stride(), *others.stride(),
+        weight.stride(0), eps, **tile, ADDS=added is not None, **OPTIONS,
+    )  # fmt: skip
 
 
-@torch.library.custom_op("d9d_triton::rms_norm_backward", mutates_args=())
+@CustomOp.define("d9d_triton::rms_norm_backward")
 def rms_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -119,17 +118,16 @@ def rms_norm_backward(
     rows, grads = as_rows(x), as_rows(grad)
     others = as_rows(residual) if of_x and residual is not None else grads
     tile = _tile(rows.shape[1])
-    programs = persistent_programs(x, triton.cdiv(len(rows), tile["ROWS"]))
+    programs = persistent_programs(x, cdiv(len(rows), tile["ROWS"]))
     # float32 [P, D]; the kernel needs valid pointers even for arguments that it does not use.
     partial = torch.empty((programs, rows.shape[1]) if of_weight else 0, dtype=torch.float32, device=x.device)
-    with on_device(x):
-        differentiate[(programs,)](
-            grad_x, twice, partial, grads, others, rows, weight, len(rows), rows.shape[1],
-            *grads.stride(), *others.stride(), *rows.stride(), weight.stride(0), eps, **tile,
-            OF_X=of_x, OF_WEIGHT=of_weight, ADDS=others is not grads, TWICE=also is not None,
-            AHEAD=x.element_size() == 2 and rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
-        )  # fmt: skip
-        return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0), twice
+    differentiate[(programs,)](
+        grad_x, twice, partial, grads, others, rows, weight, len(rows), rows.shape[1],
+        *grads.stride(), *others.stride(), *rows.stride(), weight.stride(0), eps, **tile,
+        OF_X=of_x, OF_WEIGHT=of_weight, ADDS=others is not grads, TWICE=also is not None,
+        AHEAD=x.element_size() == 2 and rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
+    )  # fmt: skip
+    return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0), twice
 
 
 def _rows_gradients(x: Tensor, of_x: bool, also: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -142,7 +140,7 @@ def _rows_gradients(x: Tensor, of_x: bool, also: torch.dtype | None) -> tuple[Te
 
 def _tile(features: int) -> dict[str, int]:
     """Rows and features of a program's tile, powers of two, and its warps: about 16 elements per thread."""
-    width = triton.next_power_of_2(features)
+    width = next_power_of_2(features)
     return {"ROWS": max(1, _TILE // width), "FEATURES": width, "num_warps": min(16, max(4, width // 512))}
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from d9d_nn.ops.rope import rope as reference
 from torch import Tensor
 
 from d9d_triton.kernels.rope import rotate
-from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
+from d9d_triton.launch import OPTIONS, cdiv, check_floats, empty_like, next_power_of_2
 
 #: Number of feature pairs of queries, and also of keys, that a program rotates.
 _PAIRS = 2048
@@ -51,7 +51,7 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return turned
 
 
-@torch.library.custom_op("d9d_triton::rope", mutates_args=())
+@CustomOp.define("d9d_triton::rope")
 def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """Custom op behind :func:`rope`; computes no gradients of ``cos`` and ``sin``.
 
@@ -69,17 +69,16 @@ def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tu
     turned = empty_like(query), empty_like(key)
     if not samples * positions:
         return turned
-    width = triton.next_power_of_2(half)
+    width = next_power_of_2(half)
     most = max(1, _PAIRS // width)
-    query_block, key_block = (min(most, triton.next_power_of_2(max(1, heads))) for heads in (query_heads, key_heads))
-    groups = max(triton.cdiv(query_heads, query_block), triton.cdiv(key_heads, key_block))
+    query_block, key_block = (min(most, next_power_of_2(max(1, heads))) for heads in (query_heads, key_heads))
+    groups = max(cdiv(query_heads, query_block), cdiv(key_heads, key_block))
     angles = [tensor.expand(samples, positions, half) for tensor in (cos, sin)]
-    with on_device(query):
-        rotate[(samples * positions, groups)](
-            *turned, query, key, *angles, positions, query_heads, key_heads, half,
-            *query.stride(), *key.stride(), *angles[0].stride(), *angles[1].stride(),
-            QUERY_HEADS=query_block, KEY_HEADS=key_block, PAIRS=width, BACK=back, **OPTIONS,
-        )  # fmt: skip
+    rotate[(samples * positions, groups)](
+        *turned, query, key, *angles, positions, query_heads, key_heads, half,
+        *query.stride(), *key.stride(), *angles[0].stride(), *angles[1].stride(),
+        QUERY_HEADS=query_block, KEY_HEADS=key_block, PAIRS=width, BACK=back, **OPTIONS,
+    )  # fmt: skip
     return turned
 
 

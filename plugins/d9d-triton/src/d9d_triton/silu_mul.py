@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.silu_mul import differentiate, gate_rows
-from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_device
+from d9d_triton.launch import OPTIONS, as_rows, cdiv, check_floats, empty_like, next_power_of_2
 
 #: Number of elements that one program computes.
 _BLOCK = 2048
@@ -25,7 +25,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
     return silu_mul
 
 
-@torch.library.custom_op("d9d_triton::silu_mul", mutates_args=())
+@CustomOp.define("d9d_triton::silu_mul")
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU-mul ``silu(gate) * up`` by Triton, see :func:`d9d_nn.ops.silu_mul.silu_mul`; rounded once.
 
@@ -49,7 +49,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("d9d_triton::silu_mul_backward", mutates_args=())
+@CustomOp.define("d9d_triton::silu_mul_backward")
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`silu_mul`.
 
@@ -68,7 +68,7 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
     return grads
 
 
-@torch.library.custom_op("d9d_triton::silu_mul_backward_beside", mutates_args=())
+@CustomOp.define("d9d_triton::silu_mul_backward_beside")
 def silu_mul_backward_beside(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`silu_mul` in one tensor, which one matrix product reads, and its output, recomputed.
 
@@ -100,12 +100,9 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
 def _launch(kernel: Any, outs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any) -> None:
     """Launch a kernel over non-empty inputs [R, I]; the first two outputs may have any row stride."""
     count, features = inputs[0].shape
-    block = min(_BLOCK, triton.next_power_of_2(features))
+    block = min(_BLOCK, next_power_of_2(features))
     strides = [out.stride(0) for out in outs[:-1]] + [stride for tensor in inputs for stride in tensor.stride()]
-    with on_device(outs[0]):
-        kernel[(count * triton.cdiv(features, block),)](
-            *outs, *inputs, features, *strides, BLOCK=block, **options, **OPTIONS
-        )
+    kernel[(count * cdiv(features, block),)](*outs, *inputs, features, *strides, BLOCK=block, **options, **OPTIONS)
 
 
 def _empty_out(gate: Tensor, up: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from d9d_nn.ops.attention_inputs import attention_inputs as reference
 from d9d_nn.ops.attention_inputs import project
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from d9d_triton.joint.products import joint_rows_gradient
 from d9d_triton.kernels.attention_inputs import copy_rows
-from d9d_triton.launch import OPTIONS, on_device
+from d9d_triton.launch import OPTIONS, cdiv, next_power_of_2
 from d9d_triton.normed_rope import fill_gradients
 from d9d_triton.normed_rope import forward as normed_rope
 
@@ -74,7 +74,7 @@ def attention_inputs(
     return query, key, value
 
 
-@torch.library.custom_op("d9d_triton::attention_inputs", mutates_args=())
+@CustomOp.define("d9d_triton::attention_inputs")
 def _forward(
     x: Tensor,
     query_weight: Tensor,
@@ -95,7 +95,7 @@ def _forward(
     return *normed_rope(query, key, query_norm, key_norm, cos, sin, eps), value, query, key
 
 
-@torch.library.custom_op("d9d_triton::attention_inputs_backward", mutates_args=())
+@CustomOp.define("d9d_triton::attention_inputs_backward")
 def _heads_backward(
     grad_query: Tensor,
     grad_key: Tensor,
@@ -126,11 +126,10 @@ def _copy(out: Tensor, x: Tensor) -> None:
     if not rows:
         return
     x = x if x.stride(1) == 1 else x.contiguous()
-    width = min(_FEATURES, triton.next_power_of_2(features))
-    with on_device(x):
-        copy_rows[(triton.cdiv(rows, _ROWS), triton.cdiv(features, width))](
-            out, x, rows, features, out.stride(0), x.stride(0), ROWS=_ROWS, FEATURES=width, **OPTIONS
-        )
+    width = min(_FEATURES, next_power_of_2(features))
+    copy_rows[(cdiv(rows, _ROWS), cdiv(features, width))](
+        out, x, rows, features, out.stride(0), x.stride(0), ROWS=_ROWS, FEATURES=width, **OPTIONS
+    )
 
 
 @_forward.register_fake

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from d9d_core.custom_op import CustomOp
 from torch import Tensor
 
 
@@ -26,7 +27,7 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-@torch.library.custom_op("d9d_triton::joint_rows_gradient", mutates_args=())
+@CustomOp.define("d9d_triton::joint_rows_gradient")
 def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
     """Gradient of the rows that several projections read, in one product with the concatenated weights.
 

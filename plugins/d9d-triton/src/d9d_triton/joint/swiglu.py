@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from d9d_core.custom_op import CustomOp
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def register(name: str, products: Products) -> Swiglu:
         raises a ``TypeError`` for other or different dtypes.
     """
 
-    @torch.library.custom_op(name, mutates_args=())
+    @CustomOp.define(name)
     def op(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Output of the layer [R, H] for rows [R, H]; gate and up [R, I] for the backward."""
         gate, up = products.forward(rows, gate_weight), products.forward(rows, up_weight)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d9d_triton.launcher import Launcher
 
+
+@Launcher
 @triton.jit
 def copy_rows(out, x, rows, features, out_row, x_row, ROWS: tl.constexpr, FEATURES: tl.constexpr):
     """Copy kernel: copy a block of features of a block of rows to other memory.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d9d_triton.launcher import Launcher
+
 #: Consecutive elements that one thread handles: 16 bytes of bfloat16.
 _LANE = tl.constexpr(8)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -16,6 +18,7 @@ _LOWEST = tl.constexpr(-2e38)
 
 
 # The slices of a chunk begin at any address; without the argument, Triton would compile a kernel for each alignment.
+@Launcher
 @triton.jit(do_not_specialize_on_alignment=["own", "targets", "losses", "peaks", "totals", "ranks"])
 def take_statistics(
     logits,
@@ -96,6 +99,7 @@ def _include(x, peak, total):
 
 
 # ``first`` differs for each chunk, so Triton must not compile a kernel for its value, not even for 0 or 1.
+@Launcher
 @triton.jit(do_not_specialize=["first"])
 def include_words(
     logits,
@@ -152,6 +156,7 @@ def include_words(
         tl.store(totals + row, total)
 
 
+@Launcher
 @triton.jit
 def count_above(logits, targets, own, ranks, ignored, WORDS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Cross-entropy kernel: add the number of a chunk's logits above the target's to ``ranks``, one row per program.
@@ -186,6 +191,7 @@ def count_above(logits, targets, own, ranks, ignored, WORDS: tl.constexpr, STRID
         tl.store(ranks + row, tl.load(ranks + row) + tl.sum(above, 0).to(tl.int64))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["targets", "peaks", "totals", "grad_losses"])
 def differentiate(
     logits,

@@ -16,7 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d9d_triton.launcher import Launcher
 
+
+@Launcher
 @triton.jit
 def norm_and_rotate(
     query_out,
@@ -70,6 +73,7 @@ def norm_and_rotate(
         )  # fmt: skip
 
 
+@Launcher
 @triton.jit
 def differentiate(
     grad_query,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d9d_triton.launcher import Launcher
 
+
+@Launcher
 @triton.jit
 def copy_to_rows(
     out,
@@ -39,6 +42,7 @@ def copy_to_rows(
         tl.store(out + place * features + feature, values, known)
 
 
+@Launcher
 @triton.jit
 def sum_rows(
     out,
@@ -81,6 +85,7 @@ def sum_rows(
     tl.store(out + token * features + feature, total.to(out.dtype.element_ty), feature < features)
 
 
+@Launcher
 @triton.jit
 def differentiate(
     grad_x,

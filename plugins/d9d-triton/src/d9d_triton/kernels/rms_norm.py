@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d9d_triton.launcher import Launcher
 
+
+@Launcher
 @triton.jit
 def normalise(
     out,
@@ -60,6 +63,7 @@ def normalise(
     tl.store(out + row * features + feature, (wide * scale * factor).to(out.dtype.element_ty), there)
 
 
+@Launcher
 @triton.jit
 def differentiate(
     grad_x,

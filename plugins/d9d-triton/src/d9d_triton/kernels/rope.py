@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d9d_triton.launcher import Launcher
 
+
+@Launcher
 @triton.jit
 def rotate(
     query_out,

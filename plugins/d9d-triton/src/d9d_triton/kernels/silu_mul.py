@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d9d_triton.launcher import Launcher
 
+
+@Launcher
 @triton.jit
 def gate_rows(
     out,
@@ -38,6 +41,7 @@ def gate_rows(
     tl.store(out + row * features + feature, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), there)
 
 
+@Launcher
 @triton.jit
 def differentiate(
     grad_gate,

@@ -7,11 +7,10 @@ Shapes: C rows, V vocabulary size, P columns of a row in memory: V, and possibly
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from d9d_triton.kernels.linear_cross_entropy import count_above, differentiate, include_words, take_statistics
-from d9d_triton.launch import on_device
+from d9d_triton.launch import cdiv, next_power_of_2
 
 #: Divisor of P, so that every row is aligned for vectorized loads, whatever V is.
 _COLUMNS = 16
@@ -55,22 +54,21 @@ def row_statistics(
         words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
-    with on_device(logits):
-        take_statistics[(len(logits),)](
-            logits,
-            own,
-            targets,
-            losses,
-            statistics[0],
-            statistics[1],
-            targets if ranks is None else ranks,
-            ignored,
-            RANKED=ranks is not None,
-            WORDS=words,
-            STRIDE=logits.stride(0),
-            BLOCK=_block(words),
-            **_OPTIONS,
-        )
+    take_statistics[(len(logits),)](
+        logits,
+        own,
+        targets,
+        losses,
+        statistics[0],
+        statistics[1],
+        targets if ranks is None else ranks,
+        ignored,
+        RANKED=ranks is not None,
+        WORDS=words,
+        STRIDE=logits.stride(0),
+        BLOCK=_block(words),
+        **_OPTIONS,
+    )
 
 
 def include_chunk(
@@ -95,20 +93,19 @@ def include_chunk(
         words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
-    with on_device(logits):
-        include_words[(len(logits),)](
-            logits,
-            targets,
-            own,
-            statistics[0],
-            statistics[1],
-            first,
-            ignored,
-            WORDS=words,
-            STRIDE=logits.stride(0),
-            BLOCK=_block(words, _CHUNK_BLOCK),
-            **_OPTIONS,
-        )
+    include_words[(len(logits),)](
+        logits,
+        targets,
+        own,
+        statistics[0],
+        statistics[1],
+        first,
+        ignored,
+        WORDS=words,
+        STRIDE=logits.stride(0),
+        BLOCK=_block(words, _CHUNK_BLOCK),
+        **_OPTIONS,
+    )
 
 
 def count_chunk(logits: Tensor, targets: Tensor, own: Tensor, ranks: Tensor, *, words: int, ignored: int) -> None:
@@ -122,18 +119,17 @@ def count_chunk(logits: Tensor, targets: Tensor, own: Tensor, ranks: Tensor, *, 
         words: V, number of vocabulary entries.
         ignored: target index of rows that are left out.
     """
-    with on_device(logits):
-        count_above[(len(logits),)](
-            logits,
-            targets,
-            own,
-            ranks,
-            ignored,
-            WORDS=words,
-            STRIDE=logits.stride(0),
-            BLOCK=_block(words, _CHUNK_BLOCK),
-            **_OPTIONS,
-        )
+    count_above[(len(logits),)](
+        logits,
+        targets,
+        own,
+        ranks,
+        ignored,
+        WORDS=words,
+        STRIDE=logits.stride(0),
+        BLOCK=_block(words, _CHUNK_BLOCK),
+        **_OPTIONS,
+    )
 
 
 def gradient_in_place(
@@ -158,26 +154,25 @@ def gradient_in_place(
         first: vocabulary index of the first logit, if the logits are a chunk of the vocabulary.
     """
     block = _block(words, _BLOCK if first is None else _CHUNK_BLOCK)
-    blocks = min(_BLOCKS, triton.cdiv(words, block))
-    sections = triton.cdiv(words, block * blocks)
-    with on_device(logits):
-        differentiate[(len(logits) * sections,)](
-            logits,
-            targets,
-            statistics[0],
-            statistics[1],
-            grad_losses,
-            sections,
-            first or 0,
-            ignored,
-            WORDS=words,
-            STRIDE=logits.stride(0),
-            BLOCK=block,
-            BLOCKS=blocks,
-            **_OPTIONS,
-        )
+    blocks = min(_BLOCKS, cdiv(words, block))
+    sections = cdiv(words, block * blocks)
+    differentiate[(len(logits) * sections,)](
+        logits,
+        targets,
+        statistics[0],
+        statistics[1],
+        grad_losses,
+        sections,
+        first or 0,
+        ignored,
+        WORDS=words,
+        STRIDE=logits.stride(0),
+        BLOCK=block,
+        BLOCKS=blocks,
+        **_OPTIONS,
+    )
 
 
 def _block(words: int, most: int = _BLOCK) -> int:
-    block: int = triton.next_power_of_2(words)
+    block: int = next_power_of_2(words)
     return min(most, max(_COLUMNS, block))
