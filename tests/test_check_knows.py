@@ -31,6 +31,11 @@ CASES: dict[str, dict[str, Any]] = {
         "task": "token_classification",
         "data": LABELLED,
     },
+    "prefixes without targets": {
+        "model": {**MODEL, "attention_mask": "prefix", "heads": {"c": {"kind": "classification", "num_classes": 2}}},
+        "task": "classification",
+        "data": LABELLED,
+    },
     "a series that is never logged": {"checkpoint": {"every": 1, "best": {"series": "eval/los"}}},
     "a series that nothing evaluates": {"subscribers": [{"name": "early_stopping", "series": "eval/loss"}]},
     "a warm-up beyond the run": {"lr_schedule": {"name": "cosine", "warmup_steps": 10}},
@@ -55,7 +60,10 @@ def refusal(folder: Path, sections: dict[str, Any], *, built: bool) -> str | Non
     """Message with which a job is refused by `check`, or when it is built; ``None`` if it is not."""
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
     data = {"name": "text", "sources": [str(folder / "text.txt")], "tokenizer": "bytes", "sequence_length": 16}
+    (folder / "labelled.jsonl").write_text('{"text": "a fox", "label": "a"}\n{"text": "a dog", "label": "b"}\n')
     changed = json.loads(json.dumps(sections))
+    if changed.get("data", {}).get("name") == "labelled":
+        changed["data"]["sources"] = [str(folder / "labelled.jsonl")]
     if "evaluation" in changed:
         changed["evaluation"]["data"] = {**data, **changed["evaluation"]["data"]}
     values = {

@@ -164,3 +164,22 @@ def test_the_first_rank_holds_the_largest_of_uneven_shards(tmp_path: Path, ranks
     uneven = 0.4 if name == "lora" else 0.0
     assert stored.parameters == pytest.approx(counted.parameters, rel=uneven / 4, abs=0)
     assert stored.optimizer == pytest.approx(counted.optimizer, rel=uneven, abs=200)  # parameters have counters, too
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "dpo"])
+def test_a_plan_counts_tensors_in_host_memory_apart_from_the_memory_of_the_device(tmp_path: Path, task: str) -> None:
+    fields = {**values(tmp_path, "dense"), "mesh": {"dp_shard": 2}, "batch": {"size": 8, "microbatch": 1}}
+    if task == "dpo":
+        pairs = {"name": "preference", "sources": ["pairs.jsonl"], "tokenizer": "absent", "sequence_length": LENGTH}
+        fields |= {"task": "dpo", "data": pairs}
+    plain, offloaded = (
+        Job.from_values({**fields, "parallel": [{"name": "fsdp", "offload": offload}]}).plan().memory
+        for offload in (False, True)
+    )
+    assert plain.host == 0
+    assert (offloaded.total, offloaded.host) == (0, plain.total)
+    assert (plain.frozen > 0) == (task == "dpo")
+    parts = [{"name": "fsdp", "match": ["layers.*"], "offload": True}, {"name": "fsdp", "match": ["heads", "norm"]}]
+    part = Job.from_values({**fields, "parallel": [*parts, {"name": "fsdp", "match": ["embedding"]}]}).plan().memory
+    assert 0 < part.host < plain.total
+    assert part.total + part.host == pytest.approx(plain.total, rel=0.01)

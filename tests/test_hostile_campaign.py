@@ -25,6 +25,12 @@ def campaign(tool: Callable[[str], ModuleType]) -> ModuleType:
     return tool("hostile_campaign")
 
 
+@pytest.fixture(scope="module")
+def rows(tool: Callable[[str], ModuleType]) -> ModuleType:
+    """The part of the tool that reads datasets and writes rows."""
+    return tool("hostile_rows")
+
+
 def faults(campaign: ModuleType, **examples: int) -> dict[str, dict[str, Fault]]:
     reports = campaign.run(examples, 0)
     assert {kind: report.counts.total() for kind, report in reports.items()} == examples
@@ -88,13 +94,13 @@ def test_an_alarm_that_comes_when_a_reader_has_just_ended_is_none(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("numbers", [[0, 1], [0, 1, 1], [0, 1, 3]])
-def test_a_pass_without_a_row_or_with_one_twice_is_wrong(campaign: ModuleType, numbers: list[int]) -> None:
+def test_a_pass_without_a_row_or_with_one_twice_is_wrong(rows: ModuleType, numbers: list[int]) -> None:
     packs = iter([[{"rows": torch.tensor([*numbers, -1])}], [], []])
     stream = SimpleNamespace(facts={"rows": 3, "samples": 2}, next_pack=lambda: next(packs))
     with pytest.raises(WrongLoad, match="of 3"):
-        campaign.rows_of(stream)
+        rows.rows_of(stream)
 
 
 @pytest.mark.thorough
-def test_rows_are_read_back_as_they_were_written(campaign: ModuleType, tmp_path: Path) -> None:
-    campaign.write_rows(range(5), ["a\n\x1b[2J\u2028", "\0", "é\u202e"], tmp_path)
+def test_rows_are_read_back_as_they_were_written(rows: ModuleType, tmp_path: Path) -> None:
+    rows.write_rows(range(5), ["a\n\x1b[2J\u2028", "\0", "é\u202e"], tmp_path)

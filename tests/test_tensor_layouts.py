@@ -249,6 +249,28 @@ def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) ->
     assert kinds["layers.0.ffn.down_proj.lora_A"] == "reduce_scatter"
 
 
+@pytest.mark.thorough
+def test_a_job_for_gpus_of_one_node_lists_symmetric_memory_instead_of_all_to_alls(
+    table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that LoRA matrices read too are exchanged in turns in the backward."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE) | {"mesh": {"tp": 2}, "parallel": [OVERLAPPED]}
+    job |= {"device": "cuda", "peft": {"name": "lora", "r": 4, "targets": ["q_proj"]}}
+
+    def listed() -> dict[str, str]:
+        made = job_of(job, [*table.PLUGINS, "d9d_peft.plugin"]).plan().collectives.entries
+        return {one.purpose: one.kind for entry in made if (one := entry.collective).group == "tp"}
+
+    found, through = listed(), "through symmetric memory"
+    assert found[f"hidden states at layers.0.attention, {through}, forward"] == "all_gather"
+    assert found["hidden states at layers.0.attention, reduce_scatter in turns, backward"] == "all_to_all"
+    assert found[f"hidden states at layers.0.ffn, {through}, backward"] == "reduce_scatter"
+    assert found[f"hidden states at layers.0.ffn.down_proj, {through}, backward"] == "all_gather"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert not any(through in purpose for purpose in listed())
+
+
 def refused(table: ModuleType, tmp_path: Path, layout: Layout, **sections: Any) -> str:
     model = sections.pop("model", {})
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE | model)

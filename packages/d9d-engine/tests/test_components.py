@@ -286,4 +286,4 @@ def test_a_plan_counts_what_each_parameter_costs(job: MakeJob) -> None:
 
 
 def test_the_memory_of_a_plan_is_the_sum_of_its_items() -> None:
-    assert MemoryEstimate(parameters=1, gradients=10, optimizer=100).total == 111
+    assert MemoryEstimate(parameters=1, gradients=10, optimizer=100, frozen=1000, host=10000).total == 1111

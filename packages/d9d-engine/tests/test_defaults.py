@@ -83,7 +83,7 @@ def test_calls_that_leave_out_an_argument_mean_the_documented_one(
     ("record", "expected"),
     [
         (KernelChoice, {"compiled": False}),
-        (MemoryEstimate, {"frozen": 0}),
+        (MemoryEstimate, {"frozen": 0, "host": 0}),
         (Rank, {"training": False, "done": False, "ended": 0, "done_at": float("inf")}),
         (
             ProcessEnv,

@@ -219,6 +219,23 @@ def test_replicas_that_share_each_step_end_like_one_run(tmp_path: Path, alone: J
     assert metrics_of(jobs[0])[-1]["skipped_steps"] == 1
 
 
+def test_utilisation_relates_the_tokens_of_all_replicas_to_the_devices_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d9d_engine.compose.training.flops_per_token", lambda *_: 3e6)
+    hub = Hub(["r0", "r1"])
+    jobs = [job_of(tmp_path, name, **SECTIONS, logging={"every": 3, "peak_tflops": 0.5}) for name in hub.names]
+    trainers = [built(job, Replicas(hub, name)) for job, name in zip(jobs, hub.names, strict=True)]
+    threads = [threading.Thread(target=trainer.train) for trainer in trainers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for line in (line for job in jobs for line in metrics_of(job)):
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * 3e6 / (2 * 0.5e12))
+    assert jobs[0].mesh.world_size == 1
+
+
 def test_undone_attempts_leave_no_trace_but_repeated_events(tmp_path: Path, alone: Job) -> None:
     replicas = Replicas(Hub(["a"]), "a", undone=[0, 3, 4, 9])
     job = job_of(tmp_path, "undone", **SECTIONS)

@@ -48,7 +48,9 @@ def plan(**changes: Any) -> Any:
         "parameters": (12_345, 678),
         "selection": SimpleNamespace(model=SimpleNamespace(entry="'m' (acme)"), all=list),
         "pretrained": None,
-        "memory": SimpleNamespace(total=4 * GIB, parameters=GIB, gradients=GIB // 2, optimizer=2 * GIB, frozen=0),
+        "memory": SimpleNamespace(
+            total=4 * GIB, parameters=GIB, gradients=GIB // 2, optimizer=2 * GIB, frozen=0, host=0
+        ),
         "collectives": StepCollectives(0, [], [], []),
         "program": tuple(Forward(0, index) for index in range(8)),
         "flops_per_token": None,
@@ -84,7 +86,7 @@ def test_a_plan_tells_weights_frozen_memory_rank_pipeline_and_what_is_undecided(
     undecided = SimpleNamespace(satisfied=None, chosen=SimpleNamespace(where="parallel[0]"), token="t:x", reason="why")
     found = plan(
         pretrained="from there",
-        memory=SimpleNamespace(total=GIB, parameters=GIB, gradients=0, optimizer=0, frozen=3 * GIB),
+        memory=SimpleNamespace(total=GIB, parameters=GIB, gradients=0, optimizer=0, frozen=3 * GIB, host=GIB),
         collectives=StepCollectives(2, [], [], []),
         program=tuple(Forward(0, index) for index in range(9)),
         flops_per_token=123_456.0,
@@ -99,7 +101,7 @@ def test_a_plan_tells_weights_frozen_memory_rank_pipeline_and_what_is_undecided(
         "model": "'m' (acme): 12,345 parameters, 678 of them train",
         "weights": "from there",
         "memory": "1.000 GiB without activations on rank 2 (parameters 1.000, gradients 0.000, optimizer 0.000, frozen "
-        "model 3.000)",
+        "model 3.000), and 1.000 GiB of host memory",
         "step": "12 samples, 4 microbatch(es) of 3",
         "run": "1,000 steps",
         "pipeline": "zbv, 4 stage(s) on 2 rank(s), 4 microbatch(es)",

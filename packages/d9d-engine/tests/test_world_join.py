@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -313,15 +314,29 @@ def test_a_rank_that_fails_frees_the_others_and_alone_tells(world: Callable[...,
     assert "stopped because rank 1 failed" in (tmp_path / "0").read_text()
 
 
-@pytest.mark.full
-def test_an_unreachable_rank_0_is_a_message() -> None:
+@pytest.mark.thorough
+def test_an_unreachable_rank_0_is_a_message_within_the_time_limit() -> None:
     lonely = ProcessEnv(1, 2, 0, 1, "node-b", "slurm", ("127.0.0.1", free_port()))
-    text = "rank 1 on node-b cannot meet the other ranks at 127.0.0.1:.* within 1 s"
+    text = r"rank 1 on node-b cannot meet the other ranks at 127.0.0.1:.* within 2 s .*\? .*[Cc]onnection refused"
+    before = time.monotonic()
     with (
         pytest.raises(TrainingError, match=text),
-        joined(lonely, CPU, identity(), sizes(2), {**TIMEOUTS, "startup": 1.0}),
+        joined(lonely, CPU, identity(), sizes(2), {**TIMEOUTS, "startup": 2.0}),
     ):
         pass
+    assert time.monotonic() - before < 3.0
+
+
+def test_a_rank_waits_for_a_server_that_listens_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "_BETWEEN_ATTEMPTS", 0.01)
+    port = free_port()
+    with ExitStack() as stack:
+        late = threading.Timer(0.2, lambda: stack.enter_context(socket.create_server(("127.0.0.1", port))))
+        late.start()
+        world_module._wait_for_server("127.0.0.1", port, time.monotonic() + 20)
+        late.join()
+    with pytest.raises(OSError, match="refused"):
+        world_module._wait_for_server("127.0.0.1", port, time.monotonic() + 0.05)
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------

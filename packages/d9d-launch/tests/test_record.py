@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ from d9d_core.job_file.job import Run
 from d9d_core.launcher import EngineStatus, LaunchState
 from d9d_core.plugin import LauncherSpec, Ref, hookimpl
 from d9d_core.registry.registry import Registry
-from d9d_engine.run.directory import write_ending, write_failure, write_stop
+from d9d_engine.run.directory import clear_ending, write_ending, write_failure, write_stop
 from d9d_launch.engine import _problem, engine_config, read_options
-from d9d_launch.record import FOLDER, RECORD, SubmissionRecord, digest_of, find_submission, run_directory
+from d9d_launch.record import FOLDER, RECORD, SubmissionRecord, digest_of, find_endings, find_submission, run_directory
 from d9d_launch.report import RunReport
 
 
@@ -176,3 +177,44 @@ def test_a_secret_that_was_written_instead_of_its_name_is_not_repeated() -> None
     location = ("secrets", "HF_TOKEN")
     assert _problem(location, "Value error, write SECRET/KEY", "hf_1") == "--option secrets.HF_TOKEN: write SECRET/KEY"
     assert _problem(("minutes",), "Too small", -1) == "--option minutes: too small, got '-1'"
+
+
+@pytest.mark.parametrize(
+    ("ending", "engine", "state", "line"),
+    [
+        ("stop", "waiting", "waiting", "stopped by SIGTERM after step 5 of 10, and saved"),
+        ("stop", "failed", "failed", "stopped by SIGTERM after step 5 of 10, and saved"),
+        ("failure", "running", "running", "failed: ValueError: no"),
+        ("finished", "waiting", "waiting", "finished after step 10 of 10"),
+    ],
+)
+def test_the_ending_of_an_earlier_submission_is_not_of_this_one(
+    tmp_path: Path, record: SubmissionRecord, ending: str, engine: LaunchState, state: str, line: str
+) -> None:
+    directory = tmp_path / "runs" / "a"
+    write = {
+        "stop": lambda: write_stop(directory, 5, 10, "SIGTERM"),
+        "failure": lambda: write_failure(directory, 5, ValueError("no")),
+        "finished": lambda: write_ending(directory, 10, 10, None),
+    }[ending]
+    write()
+    replace(record, earlier=find_endings(directory)).write(directory / FOLDER)
+    again = SubmissionRecord.read(directory / FOLDER)
+    assert again is not None
+    assert again.earlier
+    report = RunReport(directory, again, EngineStatus(state=engine, detail=""))
+    assert report.state == state
+    assert line not in list(report.lines())
+    clear_ending(directory)  # as the start of the new submission does
+    write()
+    for name in again.earlier:
+        os.utime(directory / name, ns=(0, again.earlier[name] + 1))  # clocks of some file systems tick slowly
+    assert line in list(report.lines())
+
+
+def test_a_submission_of_a_finished_run_is_finished(tmp_path: Path, record: SubmissionRecord) -> None:
+    directory = tmp_path / "runs" / "a"
+    write_ending(directory, 10, 10, None)
+    again = replace(record, earlier=find_endings(directory))
+    report = RunReport(directory, again, EngineStatus(state="finished", detail="", exit_status=0))
+    assert "finished after step 10 of 10" in list(report.lines())

@@ -119,8 +119,11 @@ def test_a_submission_is_written_submitted_and_recorded_once(call: Call, box: Bo
     call(name="other")  # the same run in another engine
     call()
     box.state = "failed"
+    assert json.loads((folder / "submission.json").read_text())["earlier"] == {}
+    (folder.parent / "failed.json").write_text("{}")
     call()
     assert box.calls.count("submit") == 4
+    assert list(json.loads((folder / "submission.json").read_text())["earlier"]) == ["failed.json"]
 
 
 def test_groups_of_tensor_parallelism_are_checked_for_the_machines(call: Call, box: Box) -> None:

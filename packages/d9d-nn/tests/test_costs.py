@@ -5,14 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from d9d_core.cost import AttentionShape, Exchange, OpCost, Share, Weight
 from d9d_core.errors import BuildError
 from d9d_core.model import Stage
 from d9d_nn import costs
+from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.decoder.config import DenseConfig, keys_of
-from d9d_nn.decoder.costs import FeedForwardCost, decoder_cost, dense_cost, sequence_exchanges, state_bytes, swiglu_cost
+from d9d_nn.decoder.costs import (
+    FeedForwardCost,
+    attention_cost,
+    decoder_cost,
+    dense_cost,
+    sequence_exchanges,
+    state_bytes,
+    swiglu_cost,
+)
 from d9d_nn.decoder.flops import head_parameters, layer_parameters, training_flops_per_token
 from d9d_nn.decoder.stages import layers_of
+from d9d_nn.rope.rotary_embedding import Rotation
+from torch import Tensor, nn
+from torch.nn import functional
 
 WEIGHTS = (Weight("w", (2, 3)),)
 
@@ -326,3 +339,45 @@ def test_feed_forward_parts_of_a_family_are_asked_for_the_first_layer_of_a_kind(
     assert (block.name, block.expert_parameters, block.workspace) == ("sparse", 7, 3 * 192 + 11.0)
     assert (block.exchanges, block.backward_exchanges) == ((), (Exchange("all_to_all", "ep", 3.0),))
     assert block.parameters == 8 * 48 + 8 * 24 + 16 + 5
+
+
+class FusedCore(nn.Module):
+    """Core of attention that saves queries, keys, values, output and log-sum-exps, as fused kernels do."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, _documents: None) -> Tensor:
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2)
+
+
+def saved_bytes(*, output_gate: bool, head_norms: bool) -> int:
+    """Bytes of memory that an attention layer keeps for its backward; views of one tensor count once."""
+    settings: dict[str, Any] = {"query_heads": 2, "key_value_heads": 1, "head_dim": 4, "std": 0.1, "output_std": 0.1}
+    eps = 1e-6 if head_norms else None
+    layer = GroupedQueryAttention(8, **settings, head_norm_eps=eps, output_gate=output_gate)
+    layer.core = FusedCore()  # type: ignore[assignment]
+    weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    found: dict[int, Any] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage  # held, so that no other tensor gets its address
+        return tensor
+
+    hidden, angles = torch.randn(2, 12, 8, requires_grad=True), torch.randn(1, 12, 2)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        layer(hidden, Rotation(angles.cos(), angles.sin()), None)
+    return sum(storage.nbytes() for pointer, storage in found.items() if pointer not in weights)
+
+
+@pytest.mark.parametrize(("head_norms", "tensors"), [(False, 2), (True, 3)])
+def test_a_gate_of_attention_keeps_what_autograd_saves(head_norms: bool, tensors: int) -> None:
+    """Sigmoid and gated output; norms of query heads keep the whole projection, in which the gate is."""
+    share, size = Share(2, 12, width=4), 4 * 24 * 2 * 4
+    gated, plain = (
+        sum(op.kept for op in attention_cost(small, 0, share, head_norms=head_norms, output_gate=gate).ops)
+        for small in (config(head_dim=4, num_attention_heads=2, num_key_value_heads=1),)
+        for gate in (True, False)
+    )
+    measured = [saved_bytes(output_gate=gate, head_norms=head_norms) for gate in (True, False)]
+    assert gated - plain == measured[0] - measured[1] == tensors * size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,8 +15,16 @@ from d9d_nn.classification.config import ClassificationConfig, TokenClassificati
 from d9d_nn.classification.task import Classification, TokenClassification
 from d9d_nn.contrastive.config import EmbeddingConfig
 from d9d_nn.contrastive.task import Embedding
-from d9d_nn.heads.config import CausalLMHeadConfig
-from d9d_nn.inference.config import LogProbsConfig
+from d9d_nn.heads.config import (
+    CausalLMHeadConfig,
+    ClassificationHeadConfig,
+    EmbeddingHeadConfig,
+    TokenClassificationHeadConfig,
+)
+from d9d_nn.inference.classes import Classes
+from d9d_nn.inference.config import ClassesConfig, EmbeddingsConfig, HiddenStatesConfig, LogProbsConfig
+from d9d_nn.inference.embeddings import Embeddings
+from d9d_nn.inference.hidden_states import HiddenStates
 from d9d_nn.inference.log_probs import LogProbs
 from d9d_nn.microbatch import own_positions, with_blocks, with_prefixes
 from torch import Tensor
@@ -157,3 +167,36 @@ def test_tasks_give_prefixes_to_models_that_need_them(task: CausalLM | LogProbs)
     assert task.inputs(given).shared["attention_blocks"].tolist() == [[0, 0, -1, -1]]
     own = task.split_positions(given, Every(1))  # type: ignore[arg-type]
     assert task.inputs(own).shared["attention_blocks"].tolist() == [[0, 0, -1, -1]]  # of all positions
+
+
+@pytest.mark.parametrize(
+    ("task", "heads"),
+    [
+        (Classification(ClassificationConfig()), {"one": ClassificationHeadConfig(num_classes=2)}),
+        (TokenClassification(TokenClassificationConfig()), {"one": TokenClassificationHeadConfig(num_classes=2)}),
+        (Embedding(EmbeddingConfig()), {"one": EmbeddingHeadConfig()}),
+        (Classes(ClassesConfig()), {"one": ClassificationHeadConfig(num_classes=2)}),
+        (Embeddings(EmbeddingsConfig()), {"one": EmbeddingHeadConfig()}),
+    ],
+)
+def test_a_task_without_targets_refuses_a_model_with_prefixes_before_its_first_step(
+    task: Any, heads: Mapping[str, Any]
+) -> None:
+    for mask in ("causal", "bidirectional", "blocks"):
+        task.check(SimpleNamespace(attention_mask=mask, heads=heads), {})
+    with pytest.raises(
+        JobError, match=f"^model.attention_mask: .*, but task '{task.config.name}' reads no targets; set it to bidirec"
+    ):
+        task.check(SimpleNamespace(attention_mask="prefix", heads=heads), {})
+
+
+def test_hidden_states_are_of_the_prefixes_and_blocks_that_the_model_reads() -> None:
+    task, targets = HiddenStates(HiddenStatesConfig(layers=(0,))), torch.tensor([[-100, 5, 5, -100]])
+    given = {"tokens": targets, "targets": targets}
+    task.check(SimpleNamespace(attention_mask="prefix"), {})
+    assert task.inputs(given).shared["attention_blocks"].tolist() == [[0, 0, -1, -1]]
+    own = task.split_positions(given, Every(1))  # type: ignore[arg-type]
+    assert task.inputs(own).shared["attention_blocks"].tolist() == [[0, 0, -1, -1]]
+    task.check(SimpleNamespace(attention_mask="blocks"), {})
+    with pytest.raises(JobError, match=r"blocks are the field attention_blocks of the dataset"):
+        task.inputs(given)

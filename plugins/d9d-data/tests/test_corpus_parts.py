@@ -62,8 +62,11 @@ def test_every_tenth_document_is_held_out_and_not_read_by_the_tokenizer(monkeypa
         texts = [text for number in range(10) for text in (f"{number}", " ")]
         monkeypatch.setattr(tokenise, "texts_of", lambda piece, _reject, texts=texts: texts[piece : piece + 5])
         shards: Any = [SimpleNamespace(pieces=[0, 5]), SimpleNamespace(pieces=[10, 15])]
-        read = list(tokenise._training_texts(shards, held_out, refuse))
+        read = list(tokenise._training_texts(shards, held_out, refuse, empty=False))
         assert read == [f"{number}" for number in range(10) if number not in expected]
+        aside = tokenise._set_aside(np.arange(0, 20, 2), held_out)  # the number of an empty text is held out too
+        read = list(tokenise._training_texts(shards, held_out, refuse, empty=True))
+        assert read == [f"{number}" for number in range(10) if not aside[number]]
 
 
 def test_the_entropy_of_a_table_is_that_of_its_shares() -> None:
@@ -89,19 +92,21 @@ def test_chunks_hold_so_many_tokens_and_documents(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("train", "held", "share", "skipped", "says"),
+    ("train", "held", "share", "skipped", "dropped", "says"),
     [
-        (1, 0, 0.0, 3, None), (3, 1, 0.25, 0, None),
-        (0, 0, 0.0, 1200, "no record of its 2 files can be used; 1,200 are malformed, the first of them: it is bad$"),
-        (0, 0, 0.5, 0, "the corpus is empty: none of its 2 files holds text; name other sources$"),
-        (3, 0, 0.25, 0, "^data.held_out: 0.25 of 3 documents is less than one, so the held_out split is empty"),
+        (1, 0, 0.0, 3, 2, None), (3, 1, 0.25, 0, 2, None),
+        (0, 0, 0.0, 1200, 0, "no record of its 2 files can be used; 1,200 are malformed, the first .*: it is bad$"),
+        (0, 0, 0.5, 0, 0, "the corpus is empty: none of its 2 files holds text; name other sources$"),
+        (3, 0, 0.25, 0, 0, "^data.held_out: 0.25 of 3 documents is less than one, so the held_out split is empty"),
+        (3, 0, 0.25, 1, 0, "^data.held_out: of 4 records, 1 are malformed or too long, .* in the held_out split; set"),
+        (0, 1, 0.5, 0, 2, "^data.held_out: of 3 records, 2 are malformed or too long, .* in the train split; set anot"),
     ],
 )  # fmt: skip
 def test_splits_without_a_document_are_refused(
-    train: int, held: int, share: float, skipped: int, says: str | None
+    train: int, held: int, share: float, skipped: int, dropped: int, says: str | None
 ) -> None:
     def check() -> None:
-        tokenise._check_splits({"train": train, "held_out": held}, share, 2, skipped, "it is bad")
+        tokenise._check_splits({"train": train, "held_out": held}, share, 2, skipped, "it is bad", dropped)
 
     if says is None:
         check()

@@ -164,15 +164,17 @@ class Two:
     columns = {"weights": np.bool_}
 
     def encode(self, pieces: Any, _reject: Any) -> Any:
-        yield self.batch([[1, 2, 0], [0]], [])
-        yield self.batch([], [])
-        yield self.batch([[299, 0]], [4])
+        yield self.batch([[1, 2, 0], [0]], [], [0, 2])
+        yield self.batch([], [], [])
+        yield self.batch([[299, 0]], [4], [3])
 
-    def batch(self, ids: list[list[int]], lost: list[int]) -> Any:
+    def batch(self, ids: list[list[int]], lost: list[int], numbers: list[int]) -> Any:
         columns = {"weights": [np.ones(len(one), dtype=np.bool_) for one in ids]}
         arrays = [np.asarray(one, dtype=np.uint32) for one in ids]
         tally = Tally(records=len(ids))
-        return SimpleNamespace(ids=arrays, lost=lost, columns=columns, tally=tally, labels=("x",), characters=5)
+        return SimpleNamespace(
+            ids=arrays, lost=lost, numbers=numbers, columns=columns, tally=tally, labels=("x",), characters=5
+        )
 
 
 def test_a_shard_holds_tokens_lengths_and_losses_of_its_documents(tmp_path: Path) -> None:
@@ -184,6 +186,8 @@ def test_a_shard_holds_tokens_lengths_and_losses_of_its_documents(tmp_path: Path
     assert (finished.tokens.tolist(), str(finished.tokens.dtype)) == ([1, 2, 0, 0, 299, 0], "uint16")
     assert finished.lengths.tolist() == [3, 1, 2]
     assert finished.lost.tolist() == [0, 0, 4]
+    assert finished.numbers.tolist() == [0, 2, 3]
+    assert finished.records == 3
     assert finished.columns["weights"].tolist() == [True] * 6
     assert finished.tally == Tally(records=3)
     assert (finished.facts["skipped"], finished.facts["first_skipped"], finished.facts["labels"]) == (0, "", ["x"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from d9d_core.data import DataContext
 from d9d_core.errors import DataError
@@ -25,6 +26,7 @@ from d9d_data.mixture.stream import build_mixture
 from d9d_data.stream.chat import build_chat, build_preference
 from d9d_data.stream.documents import build_documents
 from d9d_data.stream.text import build_text
+from tokenizers import Tokenizer
 
 POLICIES = ("cut_end", "cut_start", "drop", "error")
 #: Tokens of the texts of records: short ones, and one in four long.
@@ -235,3 +237,30 @@ def test_one_pass_of_packed_texts_counts_what_it_does_not_read(tmp_path: Path, m
     assert any("cut 2 of 8 documents to 17 tokens, longest 61" in note for note in notes)
     assert "cut_documents" not in case.open(tmp_path, model, notes := [], sequence_length=16).facts
     assert not any("cut" in note for note in notes)
+
+
+def test_a_trained_tokenizer_reads_no_held_out_text_if_records_are_left_out(tmp_path: Path) -> None:
+    long = "".join(chr(0x4E00 + 37 * number) for number in range(60))  # no pair of characters occurs twice
+    repeated = {letter: letter * 16 for letter in "bcdefghijklmnopq"}  # each letter is one document
+    documents = [long, *list(repeated.values())[:7], long, *list(repeated.values())[7:]]
+    records = [{"text": text, "label": index % 2} for index, text in enumerate(documents)]
+    records[4]["label"] = None  # malformed if labelled
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    common = {"sources": [str(tmp_path / "data.jsonl")], "field": "text", "sequence_length": 24, "too_long": "drop"}
+    common |= {"tokenizer": {"bpe": 400}, "held_out": 0.5, "malformed": "skip"}
+    for kind in (DocumentsConfig, LabelledConfig):
+        for split in ("train", "held_out"):
+            context = DataContext(0, 2, 2, tmp_path / kind.__name__, note=lambda _text: None)
+            build_documents(
+                kind(**common, split=split, **({} if kind is DocumentsConfig else {"labels": ["0", "1"]})), context
+            )
+        (prepared,) = (tmp_path / kind.__name__).glob("text-*")
+        tokenizer = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
+        merged = {letter: len(tokenizer.encode(text).ids) < 16 for letter, text in repeated.items()}
+        found = {}
+        for split in ("train", "held_out"):
+            ids = np.load(prepared / f"{split}.tokens.npy").tolist()
+            found[split] = set(tokenizer.decode(ids, skip_special_tokens=True))
+        assert all(merged[letter] for letter in found["train"])
+        assert not any(merged[letter] for letter in found["held_out"])
+        assert len(found["train"] | found["held_out"]) == 16 - (kind is LabelledConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from d9d_data.corpus.fit import Limit, Tally
 from d9d_data.corpus.plan import Shard
 from d9d_data.sources.document import Piece
 from d9d_data.sources.opening import SourceFile
-from d9d_data.sources.place import Place, Record
+from d9d_data.sources.place import Numbering, Place, Record
 
 # --- batches and counts -----------------------------------------------------------------------------------------------
 
@@ -50,6 +50,7 @@ def test_texts_are_encoded_in_batches_that_end_with_the_text_that_reaches_their_
     found = encoded(["abc", " ", "de", "f", "ghijkl", "", "m<s>"], None, monkeypatch)
     assert [len(batch.ids) for batch in found] == [2, 2, 1]
     assert [batch.characters for batch in found] == [5, 7, 4]
+    assert [list(batch.numbers) for batch in found] == [[0, 1], [2, 3], [4]]
     assert [batch.tally for batch in found] == [
         Tally(records=2, longest=4), Tally(records=2, longest=7),
         Tally(records=1, longest=5, spelled=1, spelling="<s>"),
@@ -72,6 +73,7 @@ def test_texts_beyond_the_limit_are_cut_or_left_out_and_counted(
     (found,) = encoded(["a", "bc", "efgh"], Limit(3, policy), monkeypatch)
     assert [ids.tolist() for ids in found.ids] == texts
     assert (list(found.lost), found.tally) == (lost, Tally(records=3, longest=5, **counts))
+    assert list(found.numbers) == [0, 1, 2][: len(texts)]
     (whole,) = encoded(["a", "bc"], Limit(3, policy), monkeypatch)
     assert (list(whole.lost), whole.tally) == ([], Tally(records=2, longest=3))
 
@@ -107,6 +109,7 @@ def test_samples_are_joined_in_batches_with_the_counts_of_all_their_records(monk
     assert [ids.tolist() for ids in first.ids] == [[1], [2, 3], [1], [2, 3]]
     assert [values.tolist() for values in first.columns["weights"]] == [[True], [False, True]] * 2
     assert (list(first.lost), first.characters) == ([0, 0, 5, 1], 4 * 6)
+    assert list(first.numbers) == [0, 0, 3, 3]
     assert first.tally == Tally(
         records=3, longest=9, cut=1, incomplete=1, dropped=1, spelled=1, needed=4, spelling="<s>", parsed=1,
         stops={"</s>": 1},
@@ -171,3 +174,18 @@ def test_a_worker_that_is_gone_is_noticed_by_its_answer() -> None:
     process.stdout = SimpleNamespace(close=lambda: closed.append(Path("stdout")))
     pool._close(process)
     assert closed == [Path("stdout")]
+
+
+def test_malformed_records_have_numbers_too() -> None:
+    rejected: list[str] = []
+    numbering, file = Numbering(lambda _place, problem: rejected.append(problem)), SourceFile("a.jsonl", "jsonl")
+
+    def records() -> Iterator[str]:
+        yield "a"
+        numbering.reject(Place(file, 2), "is bad")
+        numbering.reject(Place(file, 3), "is worse")
+        yield "b"
+
+    assert list(numbering.of(records())) == [(0, "a"), (3, "b")]
+    assert list(numbering.of("c")) == [(4, "c")]
+    assert rejected == ["is bad", "is worse"]

@@ -131,6 +131,10 @@ def test_exchanges_in_turns_are_one_for_each_other_rank() -> None:
         ("all_to_all", "tp", ranks, size // 3, 4, "hidden states at a, all_gather in turns, forward", "a", False),
         ("all_to_all", "tp", ranks, size // 3, 2, "hidden states at a, reduce_scatter in turns, backward", None, False),
     ]
+    assert tensor(Site("a", "all_gather", "reduce_scatter", 7, in_turns=True, fused=("forward",))) == [
+        ("all_gather", "tp", ranks, size, 2, "hidden states at a, through symmetric memory, forward", "a", False),
+        ("all_to_all", "tp", ranks, size // 3, 2, "hidden states at a, reduce_scatter in turns, backward", None, False),
+    ]
     head: Any = SimpleNamespace(forward_collectives=lambda step: [("all_reduce", step.samples * 3), ("send", None)])
     assert tensor(alone={"head": head}) == [
         ("all_reduce", "tp", ranks, 6, 2, "inside head, forward", "head", False),

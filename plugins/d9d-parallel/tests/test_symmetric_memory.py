@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_parallel.tensor_parallel import symmetric_memory
-from d9d_parallel.tensor_parallel.symmetric_memory import is_usable
+from d9d_parallel.tensor_parallel.symmetric_memory import is_expected, is_usable
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,24 @@ def test_memory_of_others_is_looked_for_only_where_it_may_be(
     monkeypatch.setattr(symmetric_memory, "_smallest", smallest)
     assert is_usable(ranks, device) == usable
     assert seen == asked
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kind", "local", "devices", "expected"),
+    [
+        ((0, 1), "cpu", "2", 0, False),
+        ((0,), "cuda", "2", 0, False),
+        ((0, 1), "cuda", "", 0, True),
+        ((2, 3), "cuda", "", 1, True),
+        ((2, 3), "cuda", "2", 8, True),
+        ((1, 2), "cuda", "2", 8, False),
+        ((0, 1), "cuda", "1", 8, False),
+        ((6, 7), "cuda", "", 8, True),
+        ((7, 8), "cuda", "", 8, False),
+    ],
+)
+def test_gpus_of_one_node_are_expected_to_reach_each_others_memory(
+    monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], kind: str, local: str, devices: int, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    assert is_expected(numbers, torch.device(kind), {"LOCAL_WORLD_SIZE": local}) is expected

@@ -183,8 +183,8 @@ def test_a_lost_run_is_an_error_or_replaced(opened: Any, files: Any, capsys: pyt
     files["old-1"] = []
     with pytest.raises(PluginError, match="wandb no longer has the run 'old'.*set 'lost_run: new'"):
         opened(WandbConfig(project="p"), **gone, fails="cannot resume")
-    with pytest.raises(wandb.errors.UsageError, match="no login"):
-        opened(WandbConfig(project="p"), **gone, fails="no login")
+    with pytest.raises(PluginError, match="^the tracker 'wandb' cannot open a run: no such mode; change the fields"):
+        opened(WandbConfig(project="p"), **gone, fails="no such mode.")
     run = opened(WandbConfig(project="p", lost_run="new"), **gone, fails="cannot resume")
     assert run._run.given["resume"] == "never"
     assert "a new run replaces it" in capsys.readouterr().err
@@ -271,3 +271,43 @@ def test_bins_and_tables_have_all_their_edges_and_labels() -> None:
         table = _table(Table(torch.tensor(values), row="layer", column="expert", unit="load", rows=rows))
         assert table.columns == ["layer", "expert 0", "expert 1"]
         assert table.data == [[name, *row] for name, row in zip(names, values, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            wandb.errors.UsageError("No API key configured. Use `wandb login` to log in."),
+            "is not logged in to W&B: No API key configured. .*; run 'wandb login', or set WANDB_API_KEY to a",
+        ),
+        (
+            wandb.errors.AuthenticationError("WANDB_API_KEY invalid: API key must have 40+ characters, has 3."),
+            "is not logged in to W&B: WANDB_API_KEY invalid: .* has 3; run 'wandb login'",
+        ),
+        (
+            wandb.errors.CommError("Timed out: connection refused\nConsider increasing the init_timeout setting"),
+            "gets no run from W&B: Timed out: connection refused; check the network, WANDB_BASE_URL, and project",
+        ),
+        (wandb.errors.UsageError(""), "cannot open a run: UsageError; change the fields of the tracker 'wandb' or"),
+    ],
+)
+def test_an_error_of_wandb_is_said_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    def init(**_given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(module.wandb, "init", init)
+    with pytest.raises(PluginError, match=f"^the tracker 'wandb' {text}"):
+        WandbTracker(WandbConfig(project="p")).open(RunInfo("mine", tmp_path, "of a test", {}, 10, 0), None)
+
+
+def test_the_library_raises_a_usage_error_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of wandb's own error, which the tracker recognises."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(PluginError, match="^the tracker 'wandb' is not logged in to W&B: .*; run 'wandb login'"):
+        WandbTracker(WandbConfig(project="p")).open(RunInfo("mine", tmp_path, "of a test", {}, 10, 0), None)

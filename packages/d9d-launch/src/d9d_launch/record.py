@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from d9d_core.errors import JobError, LaunchError
 from d9d_core.job_file.document import Document
 from d9d_core.job_file.job import Run
 from d9d_core.untrusted import Place, parse_json, read_regular
+from d9d_engine.run.directory import ENDINGS
 from d9d_weights.files.atomic import write_json
 from pydantic import ValidationError
 
@@ -36,6 +38,8 @@ class SubmissionRecord:
         digest: SHA-256 of that file at the time of the submission.
         command: arguments of the command that submitted.
         time: time of the submission, in UTC.
+        earlier: endings of earlier starts that the run's directory had at the submission: file -> its modification time
+            in nanoseconds; see :func:`find_endings`.
     """
 
     engine: str
@@ -47,6 +51,7 @@ class SubmissionRecord:
     digest: str
     command: list[str]
     time: str
+    earlier: Mapping[str, int] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the record into the folder of the submission."""
@@ -66,9 +71,14 @@ class SubmissionRecord:
             return None
         except (OSError, ValueError, TypeError) as error:
             raise LaunchError(f"{folder / RECORD}: cannot be read: {error}; {_REMEDY}") from error
-        if not all(isinstance(text, str) for text in (record.engine, record.identifier, record.job, record.digest)):
+        texts = (record.engine, record.identifier, record.job, record.digest)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(record.earlier, dict):
             raise LaunchError(f"{folder / RECORD}: fields have wrong types; {_REMEDY}")
         return record
+
+    def is_earlier(self, directory: Path, name: str) -> bool:
+        """Whether a file about the end of a start was in the run's directory before the submission."""
+        return name in self.earlier and find_endings(directory).get(name) == self.earlier[name]
 
     def job_change(self) -> str | None:
         """Sentence that says that the job file has changed or cannot be read any more; ``None`` if it is unchanged."""
@@ -77,6 +87,18 @@ class SubmissionRecord:
         except JobError:
             return f"{self.job} cannot be read any more"
         return f"{self.job} has changed since the submission" if changed else None
+
+
+def find_endings(directory: Path) -> dict[str, int]:
+    """Modification time in nanoseconds of each file about the end of a start, by name.
+
+    The times are compared only for equality, because machines have different clocks.
+    """
+    found = {}
+    for name in ENDINGS:
+        with suppress(OSError):
+            found[name] = (directory / name).stat().st_mtime_ns
+    return found
 
 
 def digest_of(job: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_core.launcher import EXIT_FAILED, EXIT_STOPPED, EngineStatus
-from d9d_engine.run.directory import read_ending, read_failure, read_stop
+from d9d_engine.run.directory import FAILURE, FILE, STOP, RunFailure, read_ending, read_failure, read_stop
 from d9d_engine.trackers.lines import read_lines
 
 from d9d_launch.record import SubmissionRecord
@@ -32,7 +32,7 @@ class RunReport:
     def state(self) -> str:
         """State that the engine reports; ``stopped`` instead of ``failed`` if the run saved after a stop request."""
         status = self.engine.exit_status
-        stopped = read_stop(self.directory) is not None if status is None else status == EXIT_STOPPED
+        stopped = self._stop() is not None if status is None else status == EXIT_STOPPED
         return "stopped" if self.engine.state == "failed" and stopped else self.engine.state
 
     def lines(self) -> Iterator[str]:
@@ -60,13 +60,27 @@ class RunReport:
         return f"last logged step: {last['step']}{text}"
 
     def _ending(self) -> Iterator[str]:
-        """Yield a line about how the run ended; none while it runs, as a start removes the files of earlier endings."""
-        if (ending := read_ending(self.directory)) is not None:
+        """Yield a line about how the submission ended; none while it waits or runs.
+
+        A start removes the files of earlier endings; until then, the submission's record tells that they are earlier.
+        """
+        if (ending := self._finish()) is not None:
             reason = f": {ending['reason']}" if ending.get("reason") else ""
             yield f"finished after step {ending['step']} of {ending['steps']}{reason}"
-        elif (stop := read_stop(self.directory)) is not None:
+        elif (stop := self._stop()) is not None:
             cause = f" by {stop['request']}" if stop.get("request") else ""
             yield f"stopped{cause} after step {stop['step']} of {stop['steps']}, and saved"
-        elif (failure := read_failure(self.directory)) is not None:
+        elif (failure := self._failure()) is not None:
             again = "; a restart would repeat this error" if failure.status == EXIT_FAILED else ""
             yield f"failed: {failure.error}{again}"
+
+    def _finish(self) -> Mapping[str, Any] | None:
+        # The start of a run that is already finished has no step to train, and keeps the file.
+        hidden = self.engine.state != "finished" and self.record.is_earlier(self.directory, FILE)
+        return None if hidden else read_ending(self.directory)
+
+    def _stop(self) -> Mapping[str, Any] | None:
+        return None if self.record.is_earlier(self.directory, STOP) else read_stop(self.directory)
+
+    def _failure(self) -> RunFailure | None:
+        return None if self.record.is_earlier(self.directory, FAILURE) else read_failure(self.directory)

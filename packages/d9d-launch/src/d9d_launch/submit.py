@@ -15,7 +15,7 @@ from d9d_core.job_file.reading import write_yaml
 from d9d_core.launcher import Launcher, LaunchRequest, Submission
 from d9d_weights.files.atomic import write_text
 
-from d9d_launch.record import FOLDER, JOB, SubmissionRecord, digest_of
+from d9d_launch.record import FOLDER, JOB, SubmissionRecord, digest_of, find_endings
 
 
 def request_for(job: JobFile, file: Path, nodes: int, processes: int, options: list[str]) -> LaunchRequest:
@@ -100,6 +100,7 @@ def submit(engine: Engine, request: LaunchRequest, submission: Submission) -> st
     request.folder.mkdir(parents=True, exist_ok=True)
     for path, text in {request.job_file: request.job, **submission.files}.items():
         write_text(path, text)
+    earlier = find_endings(request.folder.parent)  # the engine may start the job at once
     identifier = engine.launcher.submit(submission)
     SubmissionRecord(
         engine=engine.name,
@@ -111,5 +112,6 @@ def submit(engine: Engine, request: LaunchRequest, submission: Submission) -> st
         digest=request.source_sha256,
         command=list(submission.command),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
+        earlier=earlier,
     ).write(request.folder)
     return identifier

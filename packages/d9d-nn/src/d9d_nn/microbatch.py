@@ -94,6 +94,24 @@ def masks_of(*models: Any) -> tuple[str, ...]:
     return tuple(mask for mask in found if isinstance(mask, str))
 
 
+def check_prefixes(model: Any, task: str) -> None:
+    """Refuse a model with prefix attention, for a task whose microbatches have no targets to end a prefix.
+
+    Args:
+        model: config of the model.
+        task: name of the task.
+
+    Raises:
+        JobError: ``attention_mask`` of the model is ``prefix``.
+    """
+    if "prefix" in masks_of(model):
+        raise JobError(
+            "model.attention_mask: a prefix is the tokens before a document's first target, but task "
+            f"'{task}' reads no targets; set it to bidirectional or causal, or to blocks if the dataset gives "
+            "attention_blocks"
+        )
+
+
 def with_blocks(microbatch: Microbatch, *masks: str) -> Microbatch:
     """Add ``attention_blocks`` for models with prefixes, and check that the dataset gives the blocks that models read.
 

@@ -14,7 +14,7 @@ from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_nn.heads.choice import check_language_model, check_next_tokens_only
-from d9d_nn.microbatch import count_positions, masks_of, own_positions, stage_inputs, with_blocks
+from d9d_nn.microbatch import check_prefixes, count_positions, masks_of, own_positions, stage_inputs, with_blocks
 
 
 class TextTask:
@@ -25,6 +25,7 @@ class TextTask:
         head_kind: kind of head that the task trains.
         further_inputs: inputs of the model other than tokens, positions, documents, lengths and attention blocks.
         trains_further_tokens: whether the task gives the inputs of multi-token prediction.
+        reads_targets: whether microbatches hold ``targets``, which end the prefixes of prefix attention.
         config: config with ``head``, the head's name.
     """
 
@@ -32,6 +33,7 @@ class TextTask:
     head_kind: ClassVar[str] = "causal_lm"
     further_inputs: ClassVar[tuple[str, ...]] = ()
     trains_further_tokens: ClassVar[bool] = False
+    reads_targets: ClassVar[bool] = True
     config: Any
     _masks: tuple[str, ...] = ()  # attention_mask of the models, known after check()
 
@@ -45,11 +47,14 @@ class TextTask:
 
         Raises:
             JobError: the head cannot be found, the data has token ids or positions that the model does not have, or the
-                model predicts further tokens, which the task does not train.
+                model predicts further tokens, which the task does not train, or has prefix attention, and the task
+                reads no targets.
         """
         if not self.trains_further_tokens:
             check_next_tokens_only(model, self.config.name)
         check_language_model(model, self.head_kind, self.config.head, facts)
+        if not self.reads_targets:
+            check_prefixes(model, self.config.name)
         self._masks = masks_of(model)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:

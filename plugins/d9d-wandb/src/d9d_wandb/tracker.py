@@ -37,8 +37,8 @@ class WandbTracker:
         """Start a run, or resume the run whose id is in ``state``.
 
         Raises:
-            PluginError: the directory cannot be written, or the run no longer exists and ``lost_run`` is ``off``.
-            wandb.errors.UsageError: no user is logged in.
+            PluginError: the directory cannot be written; no user is logged in; W&B cannot be reached, or refuses the
+                run; or the run no longer exists and ``lost_run`` is ``off``.
         """
         directory = self._config.dir or run.directory
         try:
@@ -48,10 +48,13 @@ class WandbTracker:
                 f"{directory / 'wandb'} cannot be written ({error.strerror}); set dir of the tracker 'wandb' to a "
                 "writable directory"
             ) from error
-        found = None
-        if run.resumed_step and state is not None:
-            found = self._continued(run, directory, str(state["id"]))
-        return found or WandbRun(self._init(run, directory, secrets.token_hex(4), "never"), 0, {}, {})
+        try:
+            found = None
+            if run.resumed_step and state is not None:
+                found = self._continued(run, directory, str(state["id"]))
+            return found or WandbRun(self._init(run, directory, secrets.token_hex(4), "never"), 0, {}, {})
+        except wandb.errors.Error as error:
+            raise _failure(error) from error
 
     def _continued(self, run: RunInfo, directory: Path, run_id: str) -> WandbRun | None:
         """Open the run with the saved id and the last step of each series; ``None`` to start a new run instead."""
@@ -210,6 +213,26 @@ class WandbRun:
     def _check(self) -> None:
         if not self._open:
             raise ValueError("the run is closed")
+
+
+def _failure(error: wandb.errors.Error) -> PluginError:
+    """Make d9d's error about a run that wandb did not open."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    # Without credentials, wandb raises a UsageError, which only its text distinguishes.
+    if isinstance(error, wandb.errors.AuthenticationError) or "API key" in reason:
+        return PluginError(
+            f"the tracker 'wandb' is not logged in to W&B: {reason}; run 'wandb login', or set WANDB_API_KEY to a "
+            "valid key, or set 'mode: offline' of the tracker 'wandb'"
+        )
+    if isinstance(error, wandb.errors.CommError):
+        return PluginError(
+            f"the tracker 'wandb' gets no run from W&B: {reason}; check the network, WANDB_BASE_URL, and project and "
+            "entity of the tracker 'wandb', or set its 'mode: offline' and run 'wandb sync' later"
+        )
+    return PluginError(
+        f"the tracker 'wandb' cannot open a run: {reason}; change the fields of the tracker 'wandb' or the variables "
+        "WANDB_* accordingly, or set its 'mode: offline'"
+    )
 
 
 def _column(name: str) -> str:

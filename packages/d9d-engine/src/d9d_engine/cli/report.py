@@ -39,7 +39,8 @@ def print_plan(job: Job, plan: Plan) -> None:
         "memory",
         f"{memory.total / GIB:.3f} GiB without activations{_rank_of(job, plan)} "
         "(parameters {:.3f}, gradients {:.3f}, optimizer {:.3f}".format(*(part / GIB for part in parts))
-        + (f", frozen model {memory.frozen / GIB:.3f})" if memory.frozen else ")"),
+        + (f", frozen model {memory.frozen / GIB:.3f})" if memory.frozen else ")")
+        + (f", and {memory.host / GIB:.3f} GiB of host memory" if memory.host else ""),
     )
     table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")
     table.add_row("run", length_of(job))

@@ -48,23 +48,25 @@ __all__ = ["MemoryEstimate", "Plan"]
 class MemoryEstimate:
     """Estimated memory of the planned rank (by default, of the first rank), in bytes and without activations.
 
-    Parameters and states that a strategy keeps in host memory are counted, too.
+    All attributes but ``host`` count memory of the device.
 
     Attributes:
         parameters: bytes of the model's parameters.
         gradients: bytes of the gradients of the trained parameters.
         optimizer: bytes of the optimizer state, and of tensors by which a strategy makes replicas equal.
         frozen: bytes of the separate frozen model of a first pass, such as a reference model.
+        host: bytes of all such tensors that strategies keep in host memory.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     frozen: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Total of the estimated bytes."""
+        """Total of the estimated bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.frozen
 
 
@@ -131,25 +133,12 @@ def plan(root: Root[JobConfig, Selection]) -> Plan:
         save_adapter(job, selection, assembly, topology, warnings.append, {})
     if job.export in (True, "best"):
         check_names(job, selection, assembly)
-    here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
     optimizer, _, step_kernels = choose_optimizer(root, assembly)
     with Undrawn():
         optimizer.init_state()
     check_optimizer(selection.optimizer, optimizer)
-    memory = MemoryEstimate(
-        parameters=sum(local(parameter).nbytes for parameter in here.values()),
-        gradients=sum(
-            local(parameter).numel() * _gradient_dtype(job, parameter).itemsize
-            for name, parameter in here.items()
-            if name in trained
-        ),
-        optimizer=sum(
-            local(tensor).nbytes for key, tensor in optimizer.state().items() if key.rpartition("/")[0] in here
-        )
-        + _meeting_bytes(assembly),
-        frozen=_frozen_bytes(root, assembly, task),
-    )
+    memory = estimate_memory(root, assembly, optimizer, task)
     collectives = step_collectives(job, selection, assembly, topology, task, optimizer)
     slow = node_warning(job.mesh.tp, processes_of_node(job.device), collectives)
     return Plan(
@@ -174,25 +163,65 @@ def _gradient_dtype(job: JobConfig, parameter: Tensor) -> torch.dtype:
     return dtype
 
 
-def _meeting_bytes(assembly: Assembly) -> int:
-    """Bytes of the tensors that meetings (strategies that make diverged replicas equal) keep on this rank."""
-    for one in assembly.meetings:
+def estimate_memory(
+    root: Root[JobConfig, Selection], assembly: Assembly, optimizer: Optimizer, task: object
+) -> MemoryEstimate:
+    """Estimate the memory of this rank, without activations.
+
+    Args:
+        root: the job with its plugin records and the topology of this process.
+        assembly: assembled model on the meta device.
+        optimizer: optimizer with its state on the meta device.
+        task: task of the job, which may need a frozen model.
+    """
+    here, trained = dict(assembly.model.named_parameters()), assembly.trained()
+    device, host = _Bytes(), _Bytes()
+
+    def place_of(name: str) -> _Bytes:
+        return host if name in assembly.on_host else device
+
+    for name, parameter in here.items():
+        place_of(name).parameters += local(parameter).nbytes
+        if name in trained:
+            place_of(name).gradients += local(parameter).numel() * _gradient_dtype(root.job, parameter).itemsize
+    for one in assembly.meetings:  # strategies that make diverged replicas equal
         one.start()
-    return sum(local(tensor).nbytes for one in assembly.meetings for tensor in one.state().values())
+    states = [optimizer.state(), *(one.state() for one in assembly.meetings)]
+    for key, tensor in ((key, tensor) for state in states for key, tensor in state.items()):
+        name = key.rpartition("/")[0]
+        if name in here:
+            place_of(name).optimizer += local(tensor).nbytes
+    frozen, frozen_host = _frozen_bytes(root, assembly, task)
+    return MemoryEstimate(device.parameters, device.gradients, device.optimizer, frozen, host.total + frozen_host)
 
 
-def _frozen_bytes(root: Root[JobConfig, Selection], assembly: Assembly, task: object) -> int:
-    """Bytes of the first pass's frozen model on this rank; 0 if there is none."""
+@dataclass
+class _Bytes:
+    """Bytes of tensors in one memory, while they are counted."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def _frozen_bytes(root: Root[JobConfig, Selection], assembly: Assembly, task: object) -> tuple[int, int]:
+    """Bytes of the first pass's frozen model on this rank, on the device and on the host; 0 if there is none."""
     if not isinstance(task, TwoPassTask):
-        return 0
+        return 0, 0
     by = settle_first_pass(task.first_pass, assembly)
     if by not in ("copy", "other"):
-        return 0
+        return 0, 0
     beside, frozen = assemble_frozen(root, task.first_pass, by)
     with pretrained_weights(
         beside.job, beside.selection, root.registry, frozen.full_model, frozen.injected, root.topology
     ):
-        return sum(local(parameter).nbytes for parameter in frozen.model.parameters())
+        sizes = {name: local(parameter).nbytes for name, parameter in frozen.model.named_parameters()}
+    host = sum(size for name, size in sizes.items() if name in frozen.on_host)
+    return sum(sizes.values()) - host, host
 
 
 def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSchedule:

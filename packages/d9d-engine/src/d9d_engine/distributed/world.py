@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from d9d_engine.supervision.watchdog import Watchdog
 _BACKEND_MARGIN = 60.0
 #: Seconds within which the name of the rendezvous must resolve.
 _NAME_SECONDS = 30.0
+#: Seconds of one attempt to connect to the rendezvous, and between two attempts.
+_ATTEMPT, _BETWEEN_ATTEMPTS = 10.0, 0.2
 #: Seconds for which rank 0 serves the store after its own failure; shorter than the time that its launcher waits.
 _CLAIM_SECONDS = 1.5
 #: Variables with the network interface on which a backend listens.
@@ -165,26 +168,57 @@ def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
     host, port = master
     if not served and env.local_world_size == env.world_size:
         host = _LOOPBACK
+    serves = env.rank == 0 and not served
+    deadline = time.monotonic() + timeout
     _wait_for_name(env, host, port, min(timeout, _NAME_SECONDS))
     try:
-        listening = _listening_at(host, port) if env.rank == 0 and not served else None
-        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        listening = _listening_at(host, port) if serves else None
+        if not serves:
+            # TCPStore would wait up to twice its timeout: its second attempt has the whole timeout again.
+            _wait_for_server(host, port, deadline)
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
             env.world_size,
-            is_master=env.rank == 0 and not served,
-            timeout=timedelta(seconds=timeout),
+            is_master=serves,
+            timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)),
             wait_for_workers=False,
             multi_tenant=True,
             master_listen_fd=listening,
         )
+        store.set_timeout(timedelta(seconds=timeout))  # of later requests
     except (dist.DistNetworkError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise TrainingError(
             f"rank {env.rank} on {env.node} cannot meet the other ranks at {host}:{port} within {timeout:g} s "
             f"(timeouts.startup); did rank 0 start there, and is the port free? {reason}"
         ) from error
-    return store
+    connected: Store = store
+    return connected
+
+
+def _wait_for_server(host: str, port: int, deadline: float) -> None:
+    """Wait until the server of the store accepts a connection.
+
+    Args:
+        host: name or address of the server.
+        port: port of the server.
+        deadline: time of ``time.monotonic`` until which to try.
+
+    Raises:
+        OSError: no attempt succeeded; the reason of the last attempt.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            with socket.create_connection((host, port), timeout=max(0.1, min(_ATTEMPT, left))) as connection:
+                # If no process listens, Linux may give the connection the server's port, and connect it with itself.
+                if connection.getsockname() != connection.getpeername():
+                    return
+        except OSError:
+            if time.monotonic() + _BETWEEN_ATTEMPTS > deadline:
+                raise
+        time.sleep(_BETWEEN_ATTEMPTS)
 
 
 def _wait_for_name(env: ProcessEnv, host: str, port: int, seconds: float) -> None:

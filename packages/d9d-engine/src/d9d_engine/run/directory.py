@@ -38,6 +38,8 @@ FILE = "finished.json"
 FAILURE = "failed.json"
 #: File with the stop request that ended the last start.
 STOP = "stopped.json"
+#: Files that say how the last start ended.
+ENDINGS = (FILE, FAILURE, STOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def _write_tokenizer(target: Path, save_assets: Callable[[Path], None]) -> None:
 
 def clear_ending(directory: Path) -> None:
     """Remove the files by which an earlier start marked the run as finished, stopped or failed."""
-    for name in (FILE, FAILURE, STOP):
+    for name in ENDINGS:
         (directory / name).unlink(missing_ok=True)
 
 

@@ -19,6 +19,7 @@ from d9d_nn.classification.config import ClassificationConfig, TokenClassificati
 from d9d_nn.heads.choice import choose_head, exceeded, observed_states, read_output
 from d9d_nn.microbatch import (
     check_fields,
+    check_prefixes,
     counts_samples,
     masks_of,
     own_positions,
@@ -45,6 +46,7 @@ class Classification(TextTask):
     term = _TERM
     head_kind = "classification"
     further_inputs = ("pooling_mask",)
+    reads_targets = False
     #: Shape of the labels.
     label_shape: tuple[str, ...] = ("B",)
 
@@ -55,10 +57,11 @@ class Classification(TextTask):
         """Find the head, and check that the model covers the data's classes, vocabulary and sequence length, if known.
 
         Raises:
-            JobError: the head is not found or has one class, or the data has classes, token ids or positions that the
-                model lacks.
+            JobError: the head is not found or has one class, the data has classes, token ids or positions that the
+                model lacks, or the model has prefix attention, which needs targets.
         """
         head = choose_head(model, self.head_kind, self.config.head)
+        check_prefixes(model, self.config.name)
         self._masks = masks_of(model)
         problems = exceeded(model, facts)
         if getattr(head, "num_classes", None) == 1:

@@ -53,6 +53,7 @@ class Embedding(TextTask):
     term = _TERM
     head_kind = "embedding"
     further_inputs = ("pooling_mask",)
+    reads_targets = False
 
     def __init__(self, config: EmbeddingConfig) -> None:
         self.config = config

@@ -287,16 +287,25 @@ def attention_cost(
         linear("query, key, value", tokens, hidden, inside, width, weights=tuple(into)),
         placed,
         mixing,
-        *((_gate("output gate", tokens, outputs, width),) if output_gate else ()),
+        *((_gate("output gate", tokens, outputs, width, keeps_gate=head_norms),) if output_gate else ()),
         linear("output", tokens, outputs, hidden, width, keeps_input=output_gate, weights=tuple(out_of)),
     )
     return MixerCost(ops)
 
 
-def _gate(name: str, rows: float, features: float, width: int) -> OpCost:
-    """Cost of a product with a gate's sigmoid; the gate and the sigmoid are kept, and attention keeps its output."""
+def _gate(name: str, rows: float, features: float, width: int, *, keeps_gate: bool) -> OpCost:
+    """Cost of a product with a gate's sigmoid, which is kept; attention keeps its own output.
+
+    Args:
+        name: name of the op.
+        rows: rows of the gate.
+        features: columns of the gate.
+        width: bytes of a number.
+        keeps_gate: whether the gate stays in memory too, because the norm of the query heads keeps its input, which is
+            the other half of the same projection's output.
+    """
     size = width * rows * features
-    return OpCost(name, "memory", traffic=5 * size, backward_traffic=7 * size, kept=2 * size)
+    return OpCost(name, "memory", traffic=5 * size, backward_traffic=7 * size, kept=(2 if keeps_gate else 1) * size)
 
 
 def _linear(config: DecoderConfig, name: str, outputs: int, features: int, cut: int | None) -> list[Weight]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
 from d9d_nn.inference.config import ClassesConfig, RewardsConfig, TokenClassesConfig
 from d9d_nn.inference.rows import is_packed, places_of, row_places
-from d9d_nn.microbatch import own_positions, stage_inputs
+from d9d_nn.microbatch import check_prefixes, masks_of, own_positions, stage_inputs, with_blocks
 
 _ROW = "number of the row in the input, from 0"
 
@@ -39,26 +39,35 @@ class HeadReader:
     of_positions: frozenset[str] = frozenset()
     #: Texts get no end-of-text token, because the heads are trained with labelled texts, which have none.
     text_inputs: TextInputs = "as_encoded"
+    #: Names of further inputs of the model.
+    further_inputs: tuple[str, ...] = ("ends", "pooling_mask")
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self._packed = False
+        self._masks: tuple[str, ...] = ()
 
     def check(self, model: Any, facts: State) -> None:
         """Find the head, and compare vocabulary and sequence length of model and data.
 
         Raises:
-            JobError: the head cannot be found or does not fit the task, or the data has token ids or positions that the
-                model does not have.
+            JobError: the head cannot be found or does not fit the task, the data has token ids or positions that the
+                model does not have, or the model has prefix attention, which needs targets.
         """
         head = choose_head(model, self.kind, self.config.head)
+        check_prefixes(model, self.config.name)
         if problems := [*exceeded(model, facts), *self._problems(head, facts)]:
             raise JobError("\n".join(problems))
         self._packed = is_packed(facts)
+        self._masks = masks_of(model)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
-        return stage_inputs(microbatch, "ends", "pooling_mask")
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage.
+
+        Raises:
+            JobError: the model needs ``attention_blocks`` and the data gives none, or the reverse.
+        """
+        return stage_inputs(with_blocks(microbatch, *self._masks), *self.further_inputs)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
         """This rank's positions of the microbatch.
@@ -131,6 +140,7 @@ class TokenClasses(HeadReader):
 
     kind = "token_classification"
     of_positions = frozenset({"values"})
+    further_inputs = ()
     config: TokenClassesConfig
 
     def __init__(self, config: TokenClassesConfig) -> None:
@@ -140,10 +150,6 @@ class TokenClasses(HeadReader):
     @property
     def columns(self) -> Mapping[str, str]:
         return {ROW: _ROW, "tokens": "number of the row's tokens", "labels": "most likely class of each token"}
-
-    def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
-        return stage_inputs(microbatch)
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
         """Make the output rows of a microbatch from the tensors that :meth:`process` returned for it."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from d9d_nn.inference.config import HiddenStatesConfig
 from d9d_nn.inference.rows import is_packed, places_of, row_places
-from d9d_nn.microbatch import own_positions, stage_inputs
+from d9d_nn.microbatch import masks_of, own_positions, stage_inputs, with_blocks
 
 #: Names of the layers of a model, see :class:`d9d_core.traits.HasBlocks`.
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)")
@@ -39,6 +39,7 @@ class HiddenStates:
         self.config = config
         self._packed = False
         self._modules: dict[str, str] = {}
+        self._masks: tuple[str, ...] = ()
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -51,9 +52,10 @@ class HiddenStates:
         states = {_column(layer): f"output of layer {layer} {kind}" for layer in self.config.layers}
         return {ROW: "number of the row in the input, from 0", "tokens": "number of the row's positions", **states}
 
-    def check(self, model: Any, facts: State) -> None:  # noqa: ARG002 - modules() checks the model itself
-        """Store whether samples of the data are packed, which :meth:`rows` needs."""
+    def check(self, model: Any, facts: State) -> None:
+        """Store whether samples of the data are packed, which :meth:`rows` needs, and the model's kind of mask."""
         self._packed = is_packed(facts)
+        self._masks = masks_of(model)
 
     def modules(self, names: Sequence[str]) -> Sequence[str]:
         """Names of the chosen layers.
@@ -72,8 +74,13 @@ class HiddenStates:
         return list(dict.fromkeys(self._modules.values()))
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage."""
-        return stage_inputs(microbatch)
+        """Inputs of a pipeline stage: tokens go to the first stage; all other inputs go to every stage.
+
+        Raises:
+            JobError: the model needs ``attention_blocks``, or targets that end prefixes, and the data gives none, or
+                the data gives blocks that the model does not read.
+        """
+        return stage_inputs(with_blocks(microbatch, *self._masks))
 
     @property
     def of_positions(self) -> frozenset[str]:
@@ -85,8 +92,9 @@ class HiddenStates:
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
+            JobError: the same problems as in :meth:`inputs`.
         """
-        return own_positions(microbatch, share)
+        return own_positions(with_blocks(microbatch, *self._masks), share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Outputs of the chosen layers [B, S, H] in float32, and the tensors that locate the rows in the microbatch."""

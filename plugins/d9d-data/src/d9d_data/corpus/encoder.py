@@ -12,7 +12,7 @@ from d9d_core.errors import DataError
 
 from d9d_data.corpus.fit import Limit, Tally, TooLongError
 from d9d_data.sources.document import Piece, texts_of
-from d9d_data.sources.place import Record, Reject, refuse
+from d9d_data.sources.place import Numbering, Record, Reject, refuse
 from d9d_data.sources.records import read_records
 from d9d_data.tokenizer.base import Ids, TextTokenizer
 
@@ -68,6 +68,8 @@ class Encoded:
         columns: values per token, by the names of the encoder's columns; for each document [tokens].
         characters: approximate number of bytes read for these documents, to show progress.
         tally: counts of the records of this batch, including records left out since the last batch.
+        numbers: number of each document's record among the records of this call of :meth:`Encoder.encode`, which
+            include malformed and dropped records.
         lost: number of tokens that each document lost to truncation; may be empty if no document lost tokens.
         labels: labels found so far by this call of :meth:`Encoder.encode`; the column ``labels`` has their indices.
     """
@@ -76,6 +78,7 @@ class Encoded:
     columns: Mapping[str, Sequence[npt.NDArray[Any]]]
     characters: int
     tally: Tally
+    numbers: Sequence[int]
     lost: Sequence[int] = ()
     labels: tuple[str | int, ...] = ()
 
@@ -143,30 +146,33 @@ class TextEncoder:
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
         """Encode the texts of pieces of a corpus; empty texts are left out."""
-        texts = ((text, piece.file.name) for piece in pieces for text in texts_of(piece, reject))
-        for batch in _batches((text, name) for text, name in texts if text.strip()):
-            whole = [self._tokenizer.ended(ids) for ids in self._tokenizer.encode([text for text, _ in batch])]
+        numbering = Numbering(reject)
+        texts = ((text, piece.file.name) for piece in pieces for text in texts_of(piece, numbering.reject))
+        numbered = numbering.of((text, name) for text, name in texts if text.strip())
+        for batch in _batches((number, text, name) for number, (text, name) in numbered):
+            whole = [self._tokenizer.ended(ids) for ids in self._tokenizer.encode([text for _, text, _ in batch])]
             yield self._fitted(whole, batch)
 
-    def _fitted(self, whole: Sequence[Ids], batch: Sequence[tuple[str, str]]) -> Encoded:
+    def _fitted(self, whole: Sequence[Ids], batch: Sequence[tuple[int, str, str]]) -> Encoded:
         """Truncate or drop the documents of a batch according to the token limit."""
-        characters = sum(len(text) for text, _ in batch)
-        spelled = [found for text, _ in batch if (found := self._tokenizer.spelled([text]))]
+        characters = sum(len(text) for _, text, _ in batch)
+        numbers = [number for number, _, _ in batch]
+        spelled = [found for _, text, _ in batch if (found := self._tokenizer.spelled([text]))]
         spelling = spelled[0] if spelled else ""
         tally = Tally(records=len(whole), longest=max(map(len, whole)), spelled=len(spelled), spelling=spelling)
         if self._limit is None or tally.longest <= self._limit.longest:
-            return Encoded(whole, {}, characters, tally)
-        kept: list[Ids] = []
-        for ids, (text, name) in zip(whole, batch, strict=True):
+            return Encoded(whole, {}, characters, tally, numbers)
+        kept: dict[int, Ids] = {}
+        for ids, (number, text, name) in zip(whole, batch, strict=True):
             where = f"data.sources: {name}: the document that begins with {text.strip()[:40]!r}"
             part = self._limit.kept(len(ids), where)
             if part is not None:
-                kept.append(ids[part])
+                kept[number] = ids[part]
         lost = [len(ids) - self._limit.longest for ids in whole if len(ids) > self._limit.longest]
         if self._limit.too_long == "drop":
-            return Encoded(kept, {}, characters, tally + Tally(dropped=len(lost)))
+            return Encoded([*kept.values()], {}, characters, tally + Tally(dropped=len(lost)), [*kept])
         cut = [max(0, len(ids) - self._limit.longest) for ids in whole]
-        return Encoded(kept, {}, characters, tally + Tally(cut=len(lost)), cut)
+        return Encoded([*kept.values()], {}, characters, tally + Tally(cut=len(lost)), numbers, cut)
 
 
 def encode_samples(
@@ -183,10 +189,11 @@ def encode_samples(
     Raises:
         DataError: a file cannot be read, or a record is too long under ``too_long: error``.
     """
-    samples: list[Sample] = []
-    tally = Tally()
+    samples: dict[int, Sample] = {}
+    tally, numbering = Tally(), Numbering(reject)
     for piece in pieces:
-        for record in read_records(piece.file, piece.begin, piece.end, reject=reject):
+        records = read_records(piece.file, piece.begin, piece.end, reject=numbering.reject)
+        for number, record in numbering.of(records):
             try:
                 sample = encode(record)
             except DataError as error:
@@ -195,10 +202,10 @@ def encode_samples(
                 continue
             tally += _tallied(sample)
             if isinstance(sample, Sample):
-                samples.append(sample)
+                samples[number] = sample
             if len(samples) == _BATCH_SAMPLES:
                 yield _joined(samples, tally)
-                samples, tally = [], Tally()
+                samples, tally = {}, Tally()
     if tally.records:
         yield _joined(samples, tally)
 
@@ -220,20 +227,22 @@ def _tallied(sample: Sample | Dropped) -> Tally:
     )
 
 
-def _joined(samples: Sequence[Sample], tally: Tally) -> Encoded:
+def _joined(numbered: Mapping[int, Sample], tally: Tally) -> Encoded:
+    samples = [*numbered.values()]
     ids = [one for sample in samples for one in sample.ids]
     names = samples[0].columns if samples else ()
     columns = {name: [values for sample in samples for values in sample.columns[name]] for name in names}
     lost = [tokens for sample in samples for tokens in sample.lost]
-    return Encoded(ids, columns, 4 * sum(map(len, ids)), tally, lost)
+    numbers = [number for number, sample in numbered.items() for _ in sample.ids]
+    return Encoded(ids, columns, 4 * sum(map(len, ids)), tally, numbers, lost)
 
 
-def _batches(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch: list[tuple[str, str]] = []
+def _batches(texts: Iterable[tuple[int, str, str]]) -> Iterator[list[tuple[int, str, str]]]:
+    batch: list[tuple[int, str, str]] = []
     characters = 0
     for text in texts:
         batch.append(text)
-        characters += len(text[0])
+        characters += len(text[1])
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

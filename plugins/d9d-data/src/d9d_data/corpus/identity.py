@@ -21,7 +21,7 @@ from d9d_data.tokenizer.file import find_tokenizer_file
 from d9d_data.tokenizer.select import tokenizer_identity
 
 #: Version number in the identity; increase it when the layout of prepared data or the tokenisation changes.
-FORMAT = 7
+FORMAT = 8
 #: Bytes of the largest corpus that is hashed as a whole even with ``digest: sampled``.
 SMALL_CORPUS = 1 << 26
 _READ = 1 << 20  # bytes

@@ -5,8 +5,8 @@ finished.
 
 Layout of a shard's directory: ``tokens.npy`` (uint16 or uint32 [N], token ids of all documents, concatenated),
 ``lengths.npy`` (int64 [D], number of tokens of each document), ``lost.npy`` (int64 [D], number of tokens that each
-document lost to truncation), ``facts.json``, and a file for each of the encoder's columns, such as ``weights.npy``
-(bool [N]).
+document lost to truncation), ``numbers.npy`` (int64 [D], number of each document's record among all records of the
+shard), ``facts.json``, and a file for each of the encoder's columns, such as ``weights.npy`` (bool [N]).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from d9d_data.corpus.npy_writer import NpyWriter
 from d9d_data.corpus.plan import Shard
 from d9d_data.sources.place import Place, refuse
 
-TOKENS, LENGTHS, LOST, FACTS = "tokens.npy", "lengths.npy", "lost.npy", "facts.json"
+TOKENS, LENGTHS, LOST, NUMBERS, FACTS = "tokens.npy", "lengths.npy", "lost.npy", "numbers.npy", "facts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class FinishedShard:
         tokens: token ids [N].
         lengths: int64 [D], number of tokens of each document.
         lost: int64 [D], number of tokens that each document lost to truncation.
+        numbers: int64 [D], number of each document's record among all records of the shard.
         columns: values per token by column, [N] each.
         tally: counts of the shard's records.
         facts: contents of ``facts.json``, such as the number of malformed records and the list of labels.
@@ -48,9 +49,16 @@ class FinishedShard:
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
     lost: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.int64]
     columns: Mapping[str, npt.NDArray[Any]]
     tally: Tally
     facts: dict[str, Any]
+
+    @property
+    def records(self) -> int:
+        """Number of all records of the shard, with malformed and dropped records."""
+        skipped: int = self.facts["skipped"]
+        return self.tally.records + skipped
 
 
 class Skips:
@@ -92,7 +100,9 @@ def write_shard(
         dtype = token_dtype(encoder.vocab_size)
         with ExitStack() as stack:
             tokens = stack.enter_context(NpyWriter(directory / TOKENS, dtype))
-            lengths, lost = (stack.enter_context(NpyWriter(directory / file, np.int64)) for file in (LENGTHS, LOST))
+            lengths, lost, numbers = (
+                stack.enter_context(NpyWriter(directory / file, np.int64)) for file in (LENGTHS, LOST, NUMBERS)
+            )
             columns = {
                 name: stack.enter_context(NpyWriter(directory / f"{name}.npy", kind))
                 for name, kind in encoder.columns.items()
@@ -104,6 +114,7 @@ def write_shard(
                     tokens.append(np.concatenate(list(batch.ids), dtype=dtype, casting="unsafe"))
                     lengths.append(np.asarray([len(ids) for ids in batch.ids], dtype=np.int64))
                     lost.append(np.asarray(batch.lost or [0] * len(batch.ids), dtype=np.int64))
+                    numbers.append(np.asarray(batch.numbers, dtype=np.int64))
                     for name, column in columns.items():
                         column.append(np.concatenate(list(batch.columns[name])))
                 advance(batch.characters)
@@ -115,7 +126,7 @@ def write_shard(
         }
         (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
-    files = (TOKENS, LENGTHS, LOST, FACTS, *(f"{name}.npy" for name in encoder.columns))
+    files = (TOKENS, LENGTHS, LOST, NUMBERS, FACTS, *(f"{name}.npy" for name in encoder.columns))
     cached_directory(work, shard.name, build, lambda _text: None, files)
 
 
@@ -137,6 +148,7 @@ def read_shard(shard: Shard, work: Path, columns: Iterable[str]) -> FinishedShar
         tokens=mapped(TOKENS),
         lengths=mapped(LENGTHS),
         lost=mapped(LOST),
+        numbers=mapped(NUMBERS),
         columns={name: mapped(f"{name}.npy") for name in columns},
         tally=Tally.of(facts["tally"]),
         facts=facts,

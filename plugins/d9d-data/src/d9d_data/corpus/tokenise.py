@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.errors import DataError
 
-from d9d_data.config import BpeTokenizer, PreparedConfig, TokenizedConfig
+from d9d_data.config import BpeTokenizer, LabelledConfig, PreparedConfig, TokenizedConfig
 from d9d_data.corpus.cache import cached_directory
 from d9d_data.corpus.encoder import Encoder
 from d9d_data.corpus.encoding import Encoding, encoding_of, limit_of
@@ -32,7 +32,7 @@ from d9d_data.corpus.shards import Skips, read_shard, token_dtype, write_shard
 from d9d_data.corpus.worker import TOKENIZER, Setup
 from d9d_data.fields.label_table import Classes
 from d9d_data.sources.document import texts_of
-from d9d_data.sources.place import Reject, refuse
+from d9d_data.sources.place import Numbering, Reject, refuse
 from d9d_data.tokenizer.select import make_tokenizer
 
 Split = Literal["train", "held_out"]
@@ -81,7 +81,9 @@ def _train_tokenizer(config: PreparedConfig, shards: Sequence[Shard], work: Path
     """Train the tokenizer, if the config asks for a trained one."""
     if isinstance(config, TokenizedConfig) and isinstance(config.tokenizer, BpeTokenizer):
         choice, end = config.tokenizer, config.end_of_text
-        texts = _training_texts(shards, config.held_out, Skips() if config.malformed == "skip" else refuse)
+        reject = Skips() if config.malformed == "skip" else refuse
+        # A labelled record without text is malformed and has a number; an empty document is no record.
+        texts = _training_texts(shards, config.held_out, reject, empty=isinstance(config, LabelledConfig))
         # Training reads the whole corpus. So the trained tokenizer is kept, and a start after a kill uses it.
         with progress_bar("learning a tokenizer", None):
             cached_directory(work, TOKENIZER, lambda to: make_tokenizer(choice, end, texts).save(to), _silent)
@@ -91,21 +93,29 @@ def _silent(_text: str) -> None:
     """Ignore a line that would be printed."""
 
 
-def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject) -> Iterator[str]:
-    """Yield the texts that are not held out, by their indices among all texts that are not empty."""
-    index = 0
-    for shard in shards:
-        for piece in shard.pieces:
-            for text in texts_of(piece, reject):
-                if text.strip():
-                    if int((index + 1) * held_out) == int(index * held_out):  # not held out, as in _set_aside
-                        yield text
-                    index += 1
+def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject, empty: bool) -> Iterator[str]:
+    """Yield the texts of the records that are not held out.
+
+    Args:
+        shards: shards of the corpus.
+        held_out: fraction of the records that is held out.
+        reject: called for each malformed record.
+        empty: whether an empty text has a number, see :class:`~d9d_data.sources.place.Numbering`.
+    """
+    numbering = Numbering(reject)
+    texts = (text for shard in shards for piece in shard.pieces for text in texts_of(piece, numbering.reject))
+    for number, text in numbering.of(text for text in texts if empty or text.strip()):
+        if text.strip() and int((number + 1) * held_out) == int(number * held_out):  # not held out, as in _set_aside
+            yield text
 
 
-def _set_aside(indices: npt.NDArray[np.int64], held_out: float) -> npt.NDArray[np.bool_]:
-    """Whether each sample is held out: one of every 1 / held_out, by its index among the samples that are kept."""
-    aside: npt.NDArray[np.bool_] = np.floor((indices + 1) * held_out) > np.floor(indices * held_out)
+def _set_aside(numbers: npt.NDArray[np.int64], held_out: float) -> npt.NDArray[np.bool_]:
+    """Whether each record is held out: one of every 1 / held_out, by its number among all records.
+
+    Records that are left out have numbers too: a tokenizer is trained before it is known which texts are too long, and
+    must not read the held-out texts.
+    """
+    aside: npt.NDArray[np.bool_] = np.floor((numbers + 1) * held_out) > np.floor(numbers * held_out)
     return aside
 
 
@@ -138,14 +148,14 @@ def _join(
     Args:
         encoder: encoder, whose columns become files.
         shards: finished shards.
-        held_out: fraction of the samples that is held out.
+        held_out: fraction of the records that is held out.
         encoding: encoding of the records.
         limit: token limit of a text, if there is one.
         work: parent of the shards' directories.
         directory: directory of the files.
     """
     counts = np.zeros(encoder.vocab_size, dtype=np.int64)
-    found, skipped, first_skipped, tally = 0, 0, "", Tally()
+    before, skipped, first_skipped, tally = 0, 0, "", Tally()  # before: number of records of earlier shards
     learned: dict[Split, int] = dict.fromkeys(SPLITS, 0)
     together = len(encoding.texts) or 1
     classes = _classes(encoder, shards, encoding, work)
@@ -170,10 +180,10 @@ def _join(
             tally += there.tally
             begin = 0
             for place, chunk_lengths in _chunks(there.lengths):
-                chunk, chunk_lost = there.tokens[place], there.lost[begin : begin + len(chunk_lengths)]
-                begin += len(chunk_lengths)
-                aside = _set_aside(np.arange(found, found + len(chunk_lengths)) // together, held_out)
-                found += len(chunk_lengths)
+                here = slice(begin, begin + len(chunk_lengths))
+                chunk, chunk_lost = there.tokens[place], there.lost[here]
+                aside = _set_aside(before + there.numbers[here], held_out)
+                begin = here.stop
                 for split, chosen in (("train", ~aside), ("held_out", aside)):
                     kept = slice(None) if chosen.all() else np.repeat(chosen, chunk_lengths)
                     taken = chunk[kept]
@@ -190,12 +200,13 @@ def _join(
                         writers[name][split].append(values)
                     if split == "train":
                         counts += np.bincount(taken, minlength=len(counts))
+            before += there.records
         documents = {split: (starts.length - 1) // together for split, starts in starts_of.items()}
     files = {piece.file.address for shard in shards for piece in shard.pieces}
-    if not documents["train"] and tally.dropped:
+    if not any(documents.values()) and tally.dropped:
         assert limit is not None
         raise nothing_left(tally, limit, encoding.words)
-    _check_splits(documents, held_out, len(files), skipped, first_skipped)
+    _check_splits(documents, held_out, len(files), skipped, first_skipped, tally.dropped)
     return {
         "unigram_entropy": unigram_entropy(counts),
         "skipped": skipped,
@@ -238,7 +249,16 @@ def _chunks(lengths: npt.NDArray[np.int64]) -> Iterator[tuple[slice, npt.NDArray
             first, begin = after, end
 
 
-def _check_splits(documents: dict[Split, int], held_out: float, found: int, skipped: int, first: str) -> None:
+def _check_splits(
+    documents: dict[Split, int], held_out: float, found: int, skipped: int, first: str, dropped: int
+) -> None:
+    left_out, kept = skipped + dropped, sum(documents.values())
+    empty = [split for split in SPLITS if not documents[split] and (split == "train" or held_out)]
+    if kept and empty and left_out:
+        raise DataError(
+            f"data.held_out: of {kept + left_out:,} records, {left_out:,} are malformed or too long, and no other is "
+            f"in the {empty[0]} split; set another fraction aside, or repair the records"
+        )
     if not documents["train"] and skipped:
         raise DataError(
             f"data.sources: the corpus is empty: no record of its {found} files can be used; {skipped:,} are "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from d9d_core.errors import DataError
 
 from d9d_data.sources.opening import SourceFile, open_content
+
+T = TypeVar("T")
 
 _BLOCK = 1 << 20  # bytes
 
@@ -68,3 +70,32 @@ def refuse(place: Place, problem: str) -> None:
         DataError: always.
     """
     raise DataError(f"data.sources: {place.exact()} {problem}")
+
+
+class Numbering:
+    """Numbers of consecutive records, from 0: malformed records that are left out count too.
+
+    So a record has the same number for every reader of its corpus, whatever the reader leaves out afterwards.
+
+    Args:
+        reject: called for each malformed record.
+    """
+
+    def __init__(self, reject: Reject) -> None:
+        self._reject = reject
+        self._count = 0
+
+    def reject(self, place: Place, problem: str) -> None:
+        """Count a malformed record, and treat it as ``reject`` does."""
+        self._reject(place, problem)
+        self._count += 1
+
+    def of(self, records: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """Yield records with their numbers.
+
+        Args:
+            records: well-formed records, or their texts; their reader calls :meth:`reject` for each malformed record.
+        """
+        for record in records:
+            self._count += 1
+            yield self._count - 1, record

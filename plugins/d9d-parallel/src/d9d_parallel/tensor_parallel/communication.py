@@ -12,6 +12,7 @@ from d9d_core.traits import modules_with
 from torch import nn
 
 Exchange = Literal["all_gather", "reduce_scatter"]
+Way = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Site:
         backward: collective of the gradient, if there is one.
         features: number of features of the hidden states; ``None`` if the module does not declare it.
         in_turns: whether each collective is done as one all-to-all per other rank, overlapped with matrix products.
+        fused: passes of a site with ``in_turns`` whose exchange and products are one call of symmetric memory, without
+            all-to-alls.
     """
 
     module: str
@@ -31,6 +34,7 @@ class Site:
     backward: Exchange | None
     features: int | None
     in_turns: bool = False
+    fused: tuple[Way, ...] = ()
 
 
 @dataclass
@@ -68,19 +72,22 @@ class TensorCommunication:
             features = site.features or (known[0] if known else None)
             size = None if features is None else shape_at(site.module).bytes_of(features)
             what = f"hidden states at {site.module or 'the model'}"
-            for way, exchange in (("forward", site.forward), ("backward", site.backward)):
+            ways: tuple[tuple[Way, Exchange | None], ...] = (("forward", site.forward), ("backward", site.backward))
+            for way, exchange in ways:
                 if exchange is None:
                     continue
-                ahead = way == "forward"
-                kind: Kind = "all_to_all" if site.in_turns else exchange
-                parts, turns = (len(self.ranks), len(self.ranks) - 1) if site.in_turns else (1, 1)
+                ahead, fused = way == "forward", way in site.fused
+                in_turns = site.in_turns and not fused
+                kind: Kind = "all_to_all" if in_turns else exchange
+                parts, turns = (len(self.ranks), len(self.ranks) - 1) if in_turns else (1, 1)
+                how = f"{exchange} in turns, " if in_turns else "through symmetric memory, " if fused else ""
                 yield Collective(
                     kind,
                     "tp",
                     self.ranks,
                     None if size is None else size // parts,
                     turns * (step.forwards if ahead else step.backwards),
-                    f"{what}, {f'{exchange} in turns, ' if site.in_turns else ''}{way}",
+                    f"{what}, {how}{way}",
                     site.module if ahead else None,
                     step.approximate,
                     at_most=frozen and not ahead,

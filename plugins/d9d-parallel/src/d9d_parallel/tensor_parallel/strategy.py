@@ -42,7 +42,7 @@ from d9d_parallel.ranks import Ranks
 from d9d_parallel.tensor_parallel.async_forwards import AsyncColumns, Column, HandedProduct, RowProduct
 from d9d_parallel.tensor_parallel.async_products import AsyncProducts
 from d9d_parallel.tensor_parallel.collectives import OwnPositions, RankSum
-from d9d_parallel.tensor_parallel.communication import Exchange, Site, TensorCommunication
+from d9d_parallel.tensor_parallel.communication import Exchange, Site, TensorCommunication, Way
 from d9d_parallel.tensor_parallel.config import TensorParallelConfig
 from d9d_parallel.tensor_parallel.forwards import (
     EmbeddingForward,
@@ -56,7 +56,7 @@ from d9d_parallel.tensor_parallel.forwards import (
     local_of,
     shard,
 )
-from d9d_parallel.tensor_parallel.symmetric_memory import is_usable
+from d9d_parallel.tensor_parallel.symmetric_memory import is_expected, is_simulated, is_usable
 
 #: Tensor-parallel style of a layer -> dimension of its weight [out, in] that is sharded.
 _SPLIT = {TensorStyle.COLUMN: 0, TensorStyle.ROW: 1, TensorStyle.VOCAB: 0}
@@ -91,8 +91,13 @@ class TensorParallel:
         if self._config.asynchronous:
             alone = topology.sizes["pp"] == 1  # with a pipeline, overlapped forwards and backwards run on other streams
             products = AsyncProducts(ranks, symmetric=is_usable(ranks, topology.device), in_graphs=alone)
+        # Simulated ranks cannot use symmetric memory, but the listed collectives are of the job that will run.
+        fuses = products is not None and (
+            is_expected(numbers, topology.device) if is_simulated(ranks) else products.symmetric
+        )
         parts = matched_modules(stage, self._config.match)
-        split = _Split(topology.mesh("dense", "tp"), ranks, self._config.name, communication, products, parts)
+        mesh = topology.mesh("dense", "tp")
+        split = _Split(mesh, ranks, self._config.name, communication, products, parts, fuses=fuses)
         if not isinstance(stage, SplitsSequence):
             raise BuildError(
                 f"strategy '{self._config.name}' splits positions between layers, but {type(stage).__name__} lacks "
@@ -124,6 +129,7 @@ class _Split:
         communication: collects the collectives of the split modules.
         products: object that overlaps matrix products with the exchange of positions; ``None`` for no overlap.
         parts: modules to split, by qualified name; other modules stay whole on every rank. By default all modules.
+        fuses: whether ``products`` are listed as calls of symmetric memory instead of all-to-alls.
     """
 
     def __init__(
@@ -134,13 +140,15 @@ class _Split:
         communication: TensorCommunication,
         products: AsyncProducts | None = None,
         parts: Mapping[str, nn.Module] | None = None,
+        *,
+        fuses: bool = False,
     ) -> None:
         self.mesh, self.ranks, self.products = mesh, ranks, products
         self.communication = communication
         self.notes: list[str] = []
         self.styles: dict[str, TensorStyle] = {}
         self.changed: list[str] = []
-        self._strategy = strategy
+        self._strategy, self._fuses = strategy, fuses
         self._parts = {"": None} if parts is None else parts
         self._whole: set[str] = set()
 
@@ -182,7 +190,10 @@ class _Split:
                 _replace(owner, WholeSequence(owner, self.ranks, summed=True))
             self._record(name)
             features = owner.get_submodule(reading[0]).get_parameter("weight").shape[1] if reading else None
-            self._site(name, "all_gather", "reduce_scatter", features, in_turns=bool(lent))
+            # Gradients of gathered rows from other readers, such as LoRA matrices, are added part by part, in turns.
+            alone = len(lent) == len(columns) and not any(_terms("", column.layer, "in") for column in lent)
+            fused: tuple[Way, ...] = ("forward", "backward") if alone else ("forward",)
+            self._site(name, "all_gather", "reduce_scatter", features, in_turns=bool(lent), fused=fused)
 
     def _record(self, name: str) -> None:
         if is_inside(name, self._parts):
@@ -296,7 +307,9 @@ class _Split:
             child.share_inputs(self.ranks.rank, self.ranks.size)
         scaled = bool(_terms(name, child, "out_scale"))
         _replace(child, LocalShards(child) if scattered else RowForward(child, self.ranks, scaled=scaled))
-        self._site(name, "reduce_scatter", "all_gather", len(child.get_parameter("weight")), in_turns=scattered)
+        features = len(child.get_parameter("weight"))
+        both: tuple[Way, ...] = ("forward", "backward")
+        self._site(name, "reduce_scatter", "all_gather", features, in_turns=scattered, fused=both)
 
     def _vocabulary(self, name: str, child: nn.Module) -> None:
         tied = getattr(child, "weight", None) is None
@@ -341,8 +354,10 @@ class _Split:
         features: int | None,
         *,
         in_turns: bool = False,
+        fused: tuple[Way, ...] = (),
     ) -> None:
-        self.communication.sites.append(Site(name, forward, backward, features, in_turns))
+        fused = fused if in_turns and self._fuses else ()
+        self.communication.sites.append(Site(name, forward, backward, features, in_turns, fused))
 
     def _alone(self, name: str, child: nn.Module) -> None:
         """Record that a module communicates by itself, for the prediction of collectives."""

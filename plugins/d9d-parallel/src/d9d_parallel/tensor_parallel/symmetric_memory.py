@@ -10,8 +10,9 @@ Shapes: B samples, S positions, R ranks, I features in, O features out.
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def is_usable(ranks: Ranks, device: torch.device) -> bool:
 
     The result is the same on all ranks, and false in a simulated world.
     """
-    if device.type != "cuda" or ranks.size == 1 or dist.get_backend(ranks.group) == "fake":
+    if device.type != "cuda" or ranks.size == 1 or is_simulated(ranks):
         return False
     # A rendezvous with a rank on another node would wait until the timeout, so compare the nodes first.
     if not _same_on_all(_node(), ranks, device):
@@ -37,6 +38,30 @@ def is_usable(ranks: Ranks, device: torch.device) -> bool:
     if _smallest(memory is not None, ranks, device) == 0:
         return False
     return _smallest(memory is not None and _met(memory, ranks), ranks, device) == 1
+
+
+def is_simulated(ranks: Ranks) -> bool:
+    """Whether the ranks belong to a simulated world, in which no other process exists."""
+    return str(dist.get_backend(ranks.group)) == "fake"
+
+
+def is_expected(numbers: Sequence[int], device: torch.device, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether :func:`is_usable` is expected to be true, for a simulated world, whose GPUs cannot be asked.
+
+    The GPUs of a node are expected to access each other's memory. If the size of a node is unknown, all ranks are
+    expected to be on one node.
+
+    Args:
+        numbers: numbers of the ranks in the world; ranks of a node have consecutive numbers.
+        device: device of this rank.
+        environ: environment variables with the launcher's ``LOCAL_WORLD_SIZE``, the number of ranks of a node.
+    """
+    if device.type != "cuda" or len(numbers) == 1:
+        return False
+    given, here = environ.get("LOCAL_WORLD_SIZE", ""), torch.cuda.device_count()
+    # A job is often checked on a machine with one GPU or none, which says nothing about the nodes that will run it.
+    per_node = int(given) if given.isdigit() and int(given) else here if here > 1 else None
+    return per_node is None or len({number // per_node for number in numbers}) == 1
 
 
 def gather_multiply(rows: Tensor, weights: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, list[Tensor]]:
