@@ -304,6 +304,23 @@ def test_columns_are_summed_in_blocks_of_128_rows_and_16_columns(
     assert kernel.launched[0][1][2:] == shape
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets the kernel, where there is no GPU")
+@pytest.mark.parametrize("rows", [(1, 1), (130, 3), (3, 257), (128, 128)])
+def test_sums_of_two_matrices_equal_separate_sums(rows: tuple[int, int]) -> None:
+    matrix, dtypes = torch.randn(sum(rows), 17), (torch.float32, torch.bfloat16)
+    found = column_sums.sums_of_two(matrix, rows[0], dtypes)
+    for sums, part, dtype in zip(found, matrix.split(rows), dtypes, strict=True):
+        assert torch.equal(sums, column_sums.column_sums(part, dtype))
+        torch.testing.assert_close(sums, part.sum(0).to(dtype))
+
+
+def test_two_matrices_are_summed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(column_sums, "add_up_both", kernel := Kernel())
+    column_sums.sums_of_two(torch.zeros(150, 17), 20, (torch.float32, torch.float32))
+    assert kernel.last("ROWS", "BLOCKS", "COLUMNS") == ((2, 2), 128, 2, 16)
+    assert kernel.launched[0][1][3:] == (20, 130, 17)
+
+
 def test_squares_are_summed_by_dtype_and_alignment_in_programs_of_four_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_power, "add_squares", kernel := Kernel())
     monkeypatch.setattr(gradient_power, "interpreted", lambda: False)
@@ -393,7 +410,7 @@ def test_norms_and_rotations_are_launched_over_tokens_and_groups_of_heads(monkey
     monkeypatch.setattr(normed_rope, "differentiate", gradients)
     summed: list[Any] = []
     monkeypatch.setattr(
-        normed_rope, "column_sums", lambda sums, dtype: summed.append((*sums.shape, dtype)) or sums.sum(0).to(dtype)
+        normed_rope, "sums_of_two", lambda *given: summed.append((given[0].shape, *given[1:])) or weights
     )
     query, key = torch.zeros(3, 3, 4, 128), torch.zeros(3, 3, 2, 128)  # 9 tokens, 8 of which make a tile
     weights, angles = (torch.ones(128), torch.ones(128).bfloat16()), (torch.zeros(1, 3, 64), torch.zeros(3, 3, 64))
@@ -407,7 +424,7 @@ def test_norms_and_rotations_are_launched_over_tokens_and_groups_of_heads(monkey
     assert given[13:] == (*(number for tensor in strides for number in tensor), 1e-6)
     found = normed_rope.backward(query, key, query, key, *weights, *angles, 1e-6)
     assert gradients.last(*names) == ((1, 3), 8, 2, 2, 64, False, 2)
-    assert summed == [(2, 128, torch.float32), (1, 128, torch.bfloat16)]
+    assert summed == [((3, 128), 2, (torch.float32, torch.bfloat16))]
     assert [tensor.dtype for tensor in found[2:]] == [torch.float32, torch.bfloat16]
     given = gradients.launched[0][1]
     assert given[12:17] == (9, 3, 4, 2, 64)
@@ -426,7 +443,7 @@ def test_programs_of_a_backward_share_the_tiles_of_all_groups_of_heads(monkeypat
     )
     query, key = torch.zeros(3, 3, 4, 128), torch.zeros(3, 3, 2, 128)
     angles, weight = torch.zeros(1, 3, 64), torch.ones(128)
-    monkeypatch.setattr(normed_rope, "column_sums", lambda sums, dtype: sums.sum(0).to(dtype))
+    monkeypatch.setattr(normed_rope, "sums_of_two", lambda *_: (weight, weight))
     normed_rope.backward(query, key, query, key, weight, weight, angles, angles, 1e-6)
     assert asked == [(2 * 3, 8)]  # 9 tokens are two tiles of 8, with two groups of query heads and one of key heads
     assert gradients.last() == ((2, 3),)  # 5 programs, rounded up to whole tokens

@@ -87,7 +87,7 @@ class CustomOp(Generic[_R]):
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None] | None = None
     ) -> None:
-        """Register the gradient formula; its signature is that of :func:`torch.library.register_autograd`.
+        """Register the gradient formula, with the signature of :func:`torch.library.register_autograd`.
 
         Args:
             backward: computes the gradients of the arguments, ``None`` for arguments without one, from ``ctx`` and the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,8 +84,15 @@ def persistent_programs(tensor: Tensor, most: int, each: int = _PROGRAMS_EACH) -
     """
     count = _MULTIPROCESSORS_INTERPRETED
     if tensor.is_cuda:
-        count = torch.cuda.get_device_properties(tensor.device).multi_processor_count * each
+        count = _multiprocessors(tensor.device) * each
     return max(1, min(count, most))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU, which does not change; torch's function takes microseconds."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def as_rows(tensor: Tensor) -> Tensor:

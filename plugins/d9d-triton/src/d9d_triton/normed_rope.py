@@ -18,7 +18,7 @@ from d9d_core.kernel import OpSignature
 from d9d_nn.ops.normed_rope import normed_rope as reference
 from torch import Tensor
 
-from d9d_triton.column_sums import column_sums
+from d9d_triton.column_sums import sums_of_two
 from d9d_triton.kernels.normed_rope import differentiate, norm_and_rotate
 from d9d_triton.launch import OPTIONS, WARP, cdiv, check_floats, empty_like, next_power_of_2, persistent_programs
 
@@ -144,10 +144,7 @@ def fill_gradients(
         *(tensor.stride(0) for tensor in found), *(stride for tensor in tokens for stride in tensor.stride()),
         *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
     )  # fmt: skip
-    of_weights = [
-        column_sums(sums, weight.dtype) for sums, weight in zip(partials, (query_weight, key_weight), strict=True)
-    ]
-    return of_weights[0], of_weights[1]
+    return sums_of_two(partial, of_queries, (query_weight.dtype, key_weight.dtype))
 
 
 def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:

@@ -78,9 +78,10 @@ def fill_norm(
     # The kernel needs valid pointers even for arguments that it does not use.
     others = rows if added is None else as_rows(added)
     sums = out if total is None else total
-    tile = _tile(rows.shape[1])
-    normalise[(cdiv(len(rows), tile["ROWS"]),)](
-        out, sums, rows, others, weight, len(rows), rows.shape[1], *rows.stride(), *others.stride(),
+    count, features = rows.shape  # len() of a tensor takes a microsecond
+    tile = _tile(features)
+    normalise[(cdiv(count, tile["ROWS"]),)](
+        out, sums, rows, others, weight, count, features, *rows.stride(), *others.stride(),
         weight.stride(0), eps, **tile, ADDS=added is not None, **OPTIONS,
     )  # fmt: skip
 
@@ -117,15 +118,16 @@ def rms_norm_backward(
         return grad_x, weight.new_zeros(weight.shape if of_weight else 0), twice
     rows, grads = as_rows(x), as_rows(grad)
     others = as_rows(residual) if of_x and residual is not None else grads
-    tile = _tile(rows.shape[1])
-    programs = persistent_programs(x, cdiv(len(rows), tile["ROWS"]))
+    count, features = rows.shape
+    tile = _tile(features)
+    programs = persistent_programs(x, cdiv(count, tile["ROWS"]))
     # float32 [P, D]; the kernel needs valid pointers even for arguments that it does not use.
-    partial = torch.empty((programs, rows.shape[1]) if of_weight else 0, dtype=torch.float32, device=x.device)
+    partial = torch.empty((programs, features) if of_weight else 0, dtype=torch.float32, device=x.device)
     differentiate[(programs,)](
-        grad_x, twice, partial, grads, others, rows, weight, len(rows), rows.shape[1],
+        grad_x, twice, partial, grads, others, rows, weight, count, features,
         *grads.stride(), *others.stride(), *rows.stride(), weight.stride(0), eps, **tile,
         OF_X=of_x, OF_WEIGHT=of_weight, ADDS=others is not grads, TWICE=also is not None,
-        AHEAD=x.element_size() == 2 and rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
+        AHEAD=x.element_size() == 2 and features <= _MOST_FEATURES_AHEAD, **OPTIONS,
     )  # fmt: skip
     return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0), twice
 
