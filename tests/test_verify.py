@@ -316,8 +316,14 @@ def test_a_sound_job_passes(campaign: ModuleType, tmp_path: Path, case: str) -> 
     assert [(verdict.layout, verdict.diverged) for verdict in found if not verdict.passed] == []
 
 
+def positions(function: Any) -> int:
+    """Number of arguments that a caller may give by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in kinds for one in inspect.signature(function).parameters.values())
+
+
 class Checked(pytest.MonkeyPatch):
-    """Replaces functions only by functions that take the same optional arguments, which callers may give by name."""
+    """Replaces functions only by functions that take the same optional arguments, by name and by position."""
 
     def setattr(self, target: Any, name: Any, value: Any = None, raising: bool = True) -> None:
         """Compare the signatures, and replace."""
@@ -329,6 +335,8 @@ class Checked(pytest.MonkeyPatch):
                 if one.kind is one.KEYWORD_ONLY or one.default is not one.empty
             }
             taken = inspect.signature(value).parameters
+            if not any(one.kind is one.VAR_POSITIONAL for one in taken.values()):
+                assert positions(value) >= positions(old), f"{value.__qualname__} takes fewer than {old.__qualname__}"
             if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
                 assert optional <= taken.keys(), f"{value.__qualname__} lacks arguments of {old.__qualname__}"
         super().setattr(target, name, value, raising)

@@ -46,8 +46,8 @@ def forgotten_replicas(_job: Job, patch: Patch) -> None:
     """Gradients are summed over shards, but not over replicas."""
     before = Gradients.before_backward
 
-    def never(self: Gradients, last: bool, **about: Any) -> None:
-        before(self, last, **about)
+    def never(self: Gradients, last: bool, *rest: Any, **about: Any) -> None:
+        before(self, last, *rest, **about)
         for reducer in self._reducers[0]:
             reducer._root.set_requires_all_reduce(False)  # type: ignore[attr-defined]
 
@@ -98,11 +98,11 @@ def last_microbatch_only(_job: Job, patch: Patch) -> None:
     """Earlier microbatches are dropped."""
     before = Gradients.before_backward
 
-    def forget(self: Gradients, last: bool, **about: Any) -> None:
+    def forget(self: Gradients, last: bool, *rest: Any, **about: Any) -> None:
         if last and dist.get_world_size() > 1:
             for parameter in self._parameters.values():
                 parameter.grad = None
-        before(self, last, **about)
+        before(self, last, *rest, **about)
 
     patch.setattr(Gradients, "before_backward", forget)
 

@@ -71,10 +71,10 @@ def unloaded_buffers(_job: Job, patch: Patch) -> None:
     """One rank does not load the selection bias of its experts when it resumes."""
     load_into = Checkpoint.load_into
 
-    def partly(self: Any, tensors: Any, scope: str = "", **more: Any) -> None:
+    def partly(self: Any, tensors: Any, scope: str = "", *rest: Any, **more: Any) -> None:
         if is_last():
             tensors = {name: t.clone() if name.endswith("bias") else t for name, t in tensors.items()}
-        load_into(self, tensors, scope, **more)
+        load_into(self, tensors, scope, *rest, **more)
 
     patch.setattr(Checkpoint, "load_into", partly)
 
@@ -83,8 +83,8 @@ def crossed_moments(_job: Job, patch: Patch) -> None:
     """One rank loads its second moments from the first ones."""
     load_into = Checkpoint.load_into
 
-    def crossed(self: Any, tensors: Any, scope: str = "", **more: Any) -> None:
-        load_into(self, tensors, scope, **more)
+    def crossed(self: Any, tensors: Any, scope: str = "", *rest: Any, **more: Any) -> None:
+        load_into(self, tensors, scope, *rest, **more)
         if scope == "optimizer/" and is_last():
             for name, tensor in tensors.items():
                 first = tensors.get(name.replace("exp_avg_sq", "exp_avg"))

@@ -117,10 +117,10 @@ def unloaded_optimizer(_job: Job, patch: Patch) -> None:
     """One rank does not load the optimizer state when it resumes."""
     load_into = Checkpoint.load_into
 
-    def partly(self: Any, tensors: Any, scope: str = "", **more: Any) -> None:
+    def partly(self: Any, tensors: Any, scope: str = "", *rest: Any, **more: Any) -> None:
         if scope == "optimizer/" and is_last():
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        load_into(self, tensors, scope, **more)
+        load_into(self, tensors, scope, *rest, **more)
 
     patch.setattr(Checkpoint, "load_into", partly)
 
@@ -129,10 +129,10 @@ def unloaded_weights(_job: Job, patch: Patch) -> None:
     """One rank does not load the weights when it resumes."""
     load_into = Checkpoint.load_into
 
-    def partly(self: Any, tensors: Any, scope: str = "", **more: Any) -> None:
+    def partly(self: Any, tensors: Any, scope: str = "", *rest: Any, **more: Any) -> None:
         if scope == "model/" and is_last():
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        load_into(self, tensors, scope, **more)
+        load_into(self, tensors, scope, *rest, **more)
 
     patch.setattr(Checkpoint, "load_into", partly)
 
