@@ -56,6 +56,7 @@ class Topology:
 
     def __init__(self) -> None:
         self.world, self.is_main, self.device, self.beats = None, True, torch.device("cpu"), 0
+        self.coordinate = {"pp": 1, "dp_shard": 0, "tp": 0}
         self.watchdog = SimpleNamespace(beat=self.beat, waiting_for=lambda _thread: nullcontext())
 
     def beat(self) -> None:
@@ -181,9 +182,10 @@ def test_ranks_with_other_samples_add_their_results(case: Case) -> None:
     assert found([{"samples": torch.arange(4)}], None)[0]["ten"].tolist() == [0, 10, 20, 30]
 
 
-@pytest.mark.parametrize(("rank", "holds_last"), [(1, True), (0, False)])
-def test_only_the_first_rank_with_the_last_stage_writes(case: Case, rank: int, holds_last: bool) -> None:
-    case.ranks = SimpleNamespace(rank=rank, ranks=1, all_gather=lambda tensor: tensor)
+@pytest.mark.parametrize(("axis", "holds_last"), [("dp_shard", True), ("tp", True), ("cp", True), ("pp", False)])
+def test_only_the_first_rank_with_the_last_stage_writes(case: Case, axis: str, holds_last: bool) -> None:
+    """Ranks of tp and cp have the same results; together they would remove each other's temporary file."""
+    case.topology.coordinate[axis] = 1
     case.holds_last = holds_last
     with pytest.raises(JobError, match=r"set run\.dir to a directory that all machines share"):
         case.run()

@@ -67,6 +67,7 @@ class Built:
             "GroupRanks": lambda *given: given,
             "FirstForward": Forward,
             "stored_outputs": lambda *given: self.stored.append(given) or "runner",
+            "split_of": lambda *given: ("split", *given),
             "SwitchesOff": str,
             "_evaluating": lambda *given: ("evaluating", *given),
         }.items():
@@ -125,5 +126,8 @@ def test_the_trained_model_runs_the_first_pass_itself(
     (store,) = stores
     assert store("stream", "data") == "runner"
     assert built.stored == [
-        ("job", forward, "stream", "data", (0, 1, None), True, built.root.topology, built.root.note)
-    ]
+        (
+            "job", forward, "stream", "data", (0, 1, None), True, built.root.topology, built.root.note,
+            ("split", "task", built.root.topology),
+        )
+    ]  # fmt: skip

@@ -17,6 +17,7 @@ from d9d_engine.compose.assemble import Assembly
 from d9d_engine.compose.executor import build_executor, build_frozen_executor
 from d9d_engine.compose.first_pass.frozen import assemble_frozen, settle_first_pass
 from d9d_engine.compose.first_pass.stored import stored_outputs
+from d9d_engine.compose.parts.data import split_of
 from d9d_engine.compose.root import Root
 from d9d_engine.compose.weights import start_model
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
@@ -104,7 +105,8 @@ def build_first_pass(
     holds_last = len(assembly.pipeline.stages) - 1 in last
 
     def store(stream: DataStream, where: str) -> FirstPassRunner:
-        return stored_outputs(job, forward, stream, where, ranks, holds_last, topology, note)
+        split = split_of(task, topology)
+        return stored_outputs(job, forward, stream, where, ranks, holds_last, topology, note, split)
 
     return BuiltFirstPass(forward, store)
 

@@ -13,6 +13,7 @@ from d9d_core.data import DataStream
 from d9d_core.errors import JobError
 from d9d_core.job_file.job import JobConfig
 from d9d_core.trees import join
+from d9d_core.types import Microbatch
 from d9d_weights.files.atomic import replacing
 from d9d_weights.progress import SampleBar
 from d9d_weights.sharding.agreement import on_all, on_main
@@ -38,6 +39,7 @@ def stored_outputs(
     holds_last: bool,
     topology: Topology,
     note: Callable[[str], None],
+    split: Callable[[Microbatch], Microbatch] | None = None,
 ) -> StoredOutputs:
     """Load first-pass results of all samples from the run's directory, or compute and store them.
 
@@ -52,6 +54,7 @@ def stored_outputs(
         holds_last: whether this rank has the last stage.
         topology: rank, device, meshes and process groups of this process.
         note: prints a line.
+        split: function that selects this rank's positions of a microbatch, if ranks split samples.
 
     Raises:
         JobError: the dataset does not number its samples, an epoch does not visit each of them, or a machine does not
@@ -60,13 +63,15 @@ def stored_outputs(
     """
     path = job.run.directory / f"first-pass-{_identity(job, stream)}.safetensors"
     world = topology.world
+    # Ranks of other axes than pp, such as tp, have the same results; of these, one rank writes.
+    writes = holds_last and not any(index for axis, index in topology.coordinate.items() if axis != "pp")
     if on_main(lambda: _read(path) is None, world):
-        numbers, rows = _run(forward, stream, where, ranks, topology)
+        numbers, rows = _run(forward, stream, where, ranks, topology, split)
 
         def write() -> None:
             if holds_last:
                 table = _gathered(numbers, rows, _count(stream, where), where, ranks)
-                if ranks.rank == 0:
+                if writes:
                     _write(path, table)
 
         on_all(write, world)
@@ -89,7 +94,12 @@ def _count(stream: DataStream, where: str) -> int:
 
 
 def _run(
-    forward: FirstForward, stream: DataStream, where: str, ranks: GroupRanks, topology: Topology
+    forward: FirstForward,
+    stream: DataStream,
+    where: str,
+    ranks: GroupRanks,
+    topology: Topology,
+    split: Callable[[Microbatch], Microbatch] | None,
 ) -> tuple[list[Tensor], list[Mapping[str, Tensor]]]:
     """Run the first pass over an epoch; return sample indices and kept outputs of each microbatch.
 
@@ -100,7 +110,7 @@ def _run(
     numbers: list[Tensor] = []
     rows: list[Mapping[str, Tensor]] = []
     with (
-        DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for) as prefetcher,
+        DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for, split=split) as prefetcher,
         SampleBar("first pass", count, shown=topology.is_main) as bar,
     ):
         while seen < count:
