@@ -16,6 +16,7 @@ from d9d_nn.delta.chain import ContextChain
 from d9d_nn.ops.gated_delta_rule import EPS, chunked, chunked_from
 from d9d_nn.ops.gated_delta_rule import gated_delta_rule as reference
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
+from d9d_triton import gated_delta_rule as module
 from d9d_triton import support
 from d9d_triton.gated_delta_rule import (
     CHUNK,
@@ -352,6 +353,20 @@ def test_the_kernels_share_the_constants_of_the_op() -> None:
     assert kernels._LEAST.value == pytest.approx(torch.tensor(torch.finfo(torch.float32).tiny).log().item(), rel=1e-7)
 
 
+def test_loads_are_stored_ahead_where_shared_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stages(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, *, room: bool = True) -> list[int]:
+        monkeypatch.setattr(module, "_has_room", lambda _value: room)
+        call = module._Call.of(None, *sizes.inputs(dtype).values(), None)
+        kernels = ("pass_states", "pass_gradients", "differentiate", "solve")
+        return [call.launch(kernel)["num_stages"] for kernel in kernels]
+
+    assert stages(Sizes(key_dim=128, value_dim=128)) == [3, 2, 2, 1]
+    assert stages(Sizes(key_dim=128, value_dim=256)) == [3, 2, 1, 1]
+    assert stages(Sizes(key_dim=256, value_dim=128)) == [1, 1, 1, 1]
+    for limited in (stages(Sizes(), torch.float32), stages(Sizes(), room=False)):
+        assert limited == [2, 1, 1, 1]
+
+
 def test_heads_of_at_most_256_features_are_accepted() -> None:
     def asked(device: str = "cuda", dtype: str = "bfloat16", **static: Any) -> tuple[bool, int, str]:
         decision = support.gated_delta_rule(OpSignature("gated_delta_rule", device, dtype, static))
@@ -390,15 +405,16 @@ def test_on_a_gpu_values_and_gradients_agree_with_float64(
     assert all(torch.equal(first[name], again[name]) for name in first), "bits differ between two calls"
 
 
-#: Value features as under context parallelism, and a head without padded features.
-LARGE_FROM = [Sizes(2, 500, 2, 4, 128, 256), Sizes(1, 300, 1, 2, 64, 128)]
+#: Few sizes, because all kernels are compiled for each; the first has values as under context parallelism.
+LARGE_FROM = [
+    (Sizes(2, 500, 2, 4, 128, 256), torch.bfloat16, None), (Sizes(2, 500, 2, 4, 128, 256), torch.bfloat16, 0.005),
+    (Sizes(1, 300, 1, 2, 64, 128), torch.float32, 0.005),
+]  # fmt: skip
 
 
 @on_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("starts", [None, 0.005], ids=["one document", "documents"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("sizes", LARGE_FROM, ids=str)
+@pytest.mark.parametrize(("sizes", "dtype", "starts"), LARGE_FROM, ids=str)
 def test_on_a_gpu_given_and_last_states_agree_with_float64(
     sizes: Sizes, dtype: torch.dtype, starts: float | None
 ) -> None:

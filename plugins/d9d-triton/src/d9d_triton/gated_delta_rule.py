@@ -52,9 +52,12 @@ from d9d_triton.support import MOST_HEAD_FEATURES
 
 #: Positions of a chunk. The kernels invert blocks of 16 rows and merge them twice.
 CHUNK = 64
-#: Smallest dimension of a matrix product in Triton.
+#: Smallest number of features of a key in the kernels' memory: the smallest dimension of a matrix product in Triton.
 _LEAST_FEATURES = 16
 #: Columns of values that an iteration of a kernel handles, and columns of the states that a program of a scan holds.
+#: Features of values are padded to a multiple of the first number, so each divides them and all reads are inside of the
+#: tensors. Heads of fewer features have 64 columns, too: with a BLOCK of 32, compute_outputs stopped with an illegal
+#: memory access on an H200 (Triton 3.6, 2026-11). Its addresses are inside of the tensors; the reason was not found.
 _BLOCK, _COLUMNS = 64, 32
 #: Most features of a head for which numbers of stages were measured.
 _MEASURED = 128
@@ -293,8 +296,7 @@ class _Call:
         samples, length, heads, of_values = value.shape
         of_keys = key.shape[3]
         keys = max(_LEAST_FEATURES, 1 << (of_keys - 1).bit_length())
-        block = min(_BLOCK, max(_LEAST_FEATURES, 1 << (of_values - 1).bit_length()))
-        values = (of_values + block - 1) // block * block
+        values = (of_values + _BLOCK - 1) // _BLOCK * _BLOCK
         tile = {
             "SHARED": heads // key.shape[2], "KEY_DIM": of_keys, "VALUE_DIM": of_values, "KEYS": keys,
             "VALUES": values, "C": CHUNK, "PRECISION": _FLOAT32,
@@ -304,8 +306,8 @@ class _Call:
             decay if state is None else state.contiguous(), _dense(query), _dense(key), _dense(value), decay,
             beta.contiguous(), decay if documents is None else documents.contiguous(),
             (length, _chunks(length), heads), samples * heads, keys, values,
-            tile | {"BLOCK": min(block, _COLUMNS), "BEGUN": state is not None},
-            tile | {"BLOCK": block, "DOCUMENTS": documents is not None},
+            tile | {"BLOCK": _COLUMNS, "BEGUN": state is not None},
+            tile | {"BLOCK": _BLOCK, "DOCUMENTS": documents is not None},
         )  # fmt: skip
 
     @property
@@ -316,7 +318,7 @@ class _Call:
     @property
     def scan_programs(self) -> int:
         """Blocks of columns of the states of all heads."""
-        return self.heads * (self.values // min(self.values, _COLUMNS))
+        return self.heads * (self.values // _COLUMNS)
 
     @property
     def shared(self) -> int:
