@@ -131,6 +131,22 @@ def test_autocast_rounds_as_much_over_ranks_as_in_one_process(kind: Kind) -> Non
     assert (meeting - alone).norm() < 0.2 * (alone - exact).norm()
 
 
+def test_ranks_call_the_kernel_that_is_bound_to_their_slot() -> None:
+    module = layer("gated_delta_net")
+    hidden, plain = torch.randn(1, 16, HIDDEN, dtype=torch.float64), module.gated_delta_rule_from.function
+    expected, calls = over_ranks(module, 2, hidden, None)[0], []
+
+    def rule(state: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        calls.append(tuple(state.shape))
+        out: tuple[Tensor, Tensor] = plain(state, *tensors)
+        return out
+
+    module.gated_delta_rule_from.bind("observed", rule)
+    assert torch.equal(over_ranks(module, 2, hidden, None)[0], expected)
+    assert calls == [(2, 4, 3, 5 + 3)] * 2
+    assert module.gated_delta_rule_from.static == {**HEADS, "value_dim": 5 + 3}
+
+
 @of_each_kind
 def test_no_rank_reads_another_document(kind: Kind) -> None:
     module, documents = layer(kind), torch.tensor([[0] * 7 + [1] + [2] * 16])
@@ -152,7 +168,7 @@ def test_exchanged_bytes_do_not_depend_on_the_length_and_are_declared(kind: Kind
     states = {"gated_delta_net": 4 * 3 * (5 + 3), "mamba2": 4 * (3 * 5 + 1)}[kind]  # a transition is one number
     assert found[0] == ends * (before + states)
     module.see_context(Share(Meeting(ranks), 0))
-    assert module.op_slots() == {}
+    assert list(module.op_slots()) == (["gated_delta_rule_from"] if kind == "gated_delta_net" else [])
     for positions in (32 // ranks, None):
         step = StepShape(("forward", "backward"), samples=3, positions=positions, itemsize=4)
         calls = list(module.context_collectives(step))

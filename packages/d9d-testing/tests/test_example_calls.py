@@ -240,7 +240,7 @@ def test_an_update_is_two_steps_of_the_asked_function() -> None:
     assert len(asked) == 4  # two steps of two groups: vectors do not decay
 
 
-@pytest.mark.parametrize("make", [calls.gated_delta_rule, calls.state_space_rule])
+@pytest.mark.parametrize("make", [calls.gated_delta_rule, calls.gated_delta_rule_from, calls.state_space_rule])
 def test_documents_of_recurrences_begin_at_random_positions(make: Any) -> None:
     packed, one = make(3, 40, 2, 2, 4, True), make(3, 40, 2, 2, 4, False)
     starts = (draw(3, 40, seed=5) > 1).tolist()

@@ -12,11 +12,20 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.kernel import OpSignature
-from d9d_nn.ops.gated_delta_rule import EPS, chunked
+from d9d_nn.delta.chain import ContextChain
+from d9d_nn.ops.gated_delta_rule import EPS, chunked, chunked_from
 from d9d_nn.ops.gated_delta_rule import gated_delta_rule as reference
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
+from d9d_triton import gated_delta_rule as module
 from d9d_triton import support
-from d9d_triton.gated_delta_rule import CHUNK, build, chunked_rule, gated_delta_rule
+from d9d_triton.gated_delta_rule import (
+    CHUNK,
+    build,
+    build_from,
+    chunked_rule,
+    gated_delta_rule,
+    gated_delta_rule_from,
+)
 from d9d_triton.kernels import gated_delta_rule as kernels
 from torch import Tensor
 
@@ -78,6 +87,35 @@ def check(tensors: dict[str, Tensor], documents: Tensor | None = None) -> dict[s
     found = results(gated_delta_rule, tensors, documents)
     exact = results(chunked, {name: x.double() for name, x in tensors.items()}, documents)
     assert {name: found[name].dtype for name in NAMES} == {name: x.dtype for name, x in tensors.items()}
+    assert_close_gradients(found, exact, TOLERANCES[tensors["value"].dtype])
+    return found
+
+
+def results_from(
+    rule: Callable[..., tuple[Tensor, Tensor]], tensors: dict[str, Tensor], documents: Tensor | None
+) -> dict[str, Tensor]:
+    """Outputs and last state, and the gradients of a random weighted sum of both; ``tensors`` begin with the state."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    found = rule(*leaves.values(), documents)
+    generator = torch.Generator().manual_seed(9)
+    weights = [torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in found]
+    grads = torch.autograd.grad(found, list(leaves.values()), weights)
+    return {"out": found[0].detach(), "last": found[1].detach(), **dict(zip(tensors, grads, strict=True))}
+
+
+def begun(sizes: Sizes, dtype: torch.dtype = torch.float32, decays: float = 1.0) -> dict[str, Tensor]:
+    """Random inputs of the rule from a given state."""
+    shape = (sizes.samples, sizes.values, sizes.key_dim, sizes.value_dim)
+    state = torch.randn(shape, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    return {"state": state, **sizes.inputs(dtype, decays)}
+
+
+def check_from(tensors: dict[str, Tensor], documents: Tensor | None = None) -> dict[str, Tensor]:
+    """Compare the rule from a given state with the rule in chunks in float64, gradients included."""
+    found = results_from(gated_delta_rule_from, tensors, documents)
+    exact = results_from(chunked_from, {name: x.double() for name, x in tensors.items()}, documents)
+    wanted = {name: x.dtype for name, x in tensors.items()} | dict.fromkeys(("out", "last"), torch.float32)
+    assert {name: x.dtype for name, x in found.items()} == wanted
     assert_close_gradients(found, exact, TOLERANCES[tensors["value"].dtype])
     return found
 
@@ -185,12 +223,107 @@ def test_empty_inputs_have_empty_results(sizes: Sizes) -> None:
 @pytest.mark.thorough
 def test_the_op_is_sound_and_compiles_into_one_graph() -> None:
     tensors, documents = Sizes(length=20).inputs(), numbered(20, 7)
-    arguments = (*(x.requires_grad_() for x in tensors.values()), documents)
+    arguments = (None, *(x.requires_grad_() for x in tensors.values()), documents)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(chunked_rule, arguments, test_utils=tests)
     compiled = torch.compile(gated_delta_rule, backend="aot_eager", fullgraph=True)
     found, expected = (results(rule, tensors, documents) for rule in (compiled, gated_delta_rule))
     assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("starts", BORDERS.values(), ids=BORDERS.keys())
+def test_a_given_state_is_continued_by_the_first_document(starts: tuple[int, ...]) -> None:
+    tensors = begun(Sizes(length=150, samples=2))
+    documents = numbered(150, *starts).expand(2, -1) if starts else None
+    found = check_from(tensors, documents)
+    assert found["decay"][:, 0].all()  # the first token decays the given state
+    assert not found["decay"][:, list(starts)].any()
+    if starts:  # a later document empties the last state of the given one
+        plain = results_from(gated_delta_rule_from, tensors | {"state": -tensors["state"]}, documents)
+        assert torch.equal(plain["last"], found["last"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_and_outputs_from_a_given_state_are_float32(dtype: torch.dtype) -> None:
+    check_from(begun(Sizes(keys=2, values=6), dtype), numbered(70, 31))
+
+
+@pytest.mark.thorough
+def test_two_calls_in_a_row_are_one() -> None:
+    tensors = begun(Sizes(length=100))
+    state, *inputs = tensors.values()
+    whole, last = gated_delta_rule_from(state, *inputs)
+    early, middle = gated_delta_rule_from(state, *(x[:, :64] for x in inputs))
+    late, end = gated_delta_rule_from(middle, *(x[:, 64:] for x in inputs))
+    assert_close_values(torch.cat([early, late], dim=1), whole)
+    assert_close_values(end, last)
+    assert_close_values(gated_delta_rule_from(torch.zeros_like(state), *inputs)[0], gated_delta_rule(*inputs))
+
+
+@pytest.mark.thorough
+def test_outputs_and_last_state_may_be_used_alone() -> None:
+    tensors = begun(Sizes(length=20))
+
+    def gradients(rule: Callable[..., tuple[Tensor, Tensor]], used: int) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors.values()]
+        grads = torch.autograd.grad(rule(*leaves)[used].sum(), leaves, allow_unused=True)
+        return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)]
+
+    for used in range(2):
+        both = gradients(gated_delta_rule_from, used), gradients(chunked_from, used)
+        for name, found, expected in zip(tensors, *both, strict=True):
+            assert_close_values(found, expected, what=name)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [Sizes(samples=0), Sizes(length=0)])
+def test_without_positions_the_given_state_is_the_last_one(sizes: Sizes) -> None:
+    tensors = begun(sizes)
+    found = results_from(gated_delta_rule_from, tensors, None)
+    assert torch.equal(found["last"], tensors["state"])
+    assert found["state"].shape == tensors["state"].shape
+    assert found["out"].numel() == 0
+
+
+@pytest.mark.thorough
+def test_the_op_from_a_state_is_sound_and_compiles_into_one_graph() -> None:
+    tensors, documents = begun(Sizes(length=20)), numbered(20, 7)
+    arguments = (*(x.requires_grad_() for x in tensors.values()), documents)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(chunked_rule, arguments, test_utils=tests)
+    compiled = torch.compile(gated_delta_rule_from, backend="aot_eager", fullgraph=True)
+    found, expected = (results_from(rule, tensors, documents) for rule in (compiled, gated_delta_rule_from))
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+class Whole:
+    """Share of the only rank of context parallelism, whose two chunks are the whole sample."""
+
+    ranks = 1
+
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    gather = own
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("starts", [(), (40,), (64, 100)], ids=["one document", "inside", "at the border"])
+def test_chunks_of_ranks_are_chained_by_the_kernels(starts: tuple[int, ...]) -> None:
+    tensors = Sizes(length=128, keys=2, values=4).inputs()
+    documents = numbered(128, *starts) if starts else None
+    chain = ContextChain(Whole())
+
+    def chained(*inputs: Any) -> Tensor:
+        *parts, numbers = inputs
+        stacked = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in parts]
+        return chain.rule(gated_delta_rule_from, *stacked, numbers).unflatten(0, (-1, 2)).flatten(1, 2)
+
+    found = results(chained, tensors, documents)
+    exact = results(chunked, {name: x.double() for name, x in tensors.items()}, documents)
+    assert_close_gradients(found, exact, TOLERANCES[torch.float32])
 
 
 @pytest.mark.thorough
@@ -209,12 +342,29 @@ def test_inputs_that_do_not_fit_are_errors() -> None:
     wide = Sizes(length=1, key_dim=257).inputs()
     with pytest.raises(ValueError, match="key_dim is 257, but a program holds at most 256 features"):
         gated_delta_rule(*wide.values())
+    state = torch.zeros(1, 4, 8, 19, device=DEVICE)
+    with pytest.raises(ValueError, match="the state is torch.float32 \\[1, 4, 8, 19\\]; it must be float32"):
+        gated_delta_rule_from(state, *tensors.values())
 
 
 def test_the_kernels_share_the_constants_of_the_op() -> None:
     assert kernels._EPS.value == EPS
     assert CHUNK % kernels._ROWS.value == 0
     assert kernels._LEAST.value == pytest.approx(torch.tensor(torch.finfo(torch.float32).tiny).log().item(), rel=1e-7)
+
+
+def test_loads_are_stored_ahead_where_shared_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stages(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, *, room: bool = True) -> list[int]:
+        monkeypatch.setattr(module, "_has_room", lambda _value: room)
+        call = module._Call.of(None, *sizes.inputs(dtype).values(), None)
+        kernels = ("pass_states", "pass_gradients", "differentiate", "solve")
+        return [call.launch(kernel)["num_stages"] for kernel in kernels]
+
+    assert stages(Sizes(key_dim=128, value_dim=128)) == [3, 2, 2, 1]
+    assert stages(Sizes(key_dim=128, value_dim=256)) == [3, 2, 1, 1]
+    assert stages(Sizes(key_dim=256, value_dim=128)) == [1, 1, 1, 1]
+    for limited in (stages(Sizes(), torch.float32), stages(Sizes(), room=False)):
+        assert limited == [2, 1, 1, 1]
 
 
 def test_heads_of_at_most_256_features_are_accepted() -> None:
@@ -228,6 +378,7 @@ def test_heads_of_at_most_256_features_are_accepted() -> None:
         assert asked(**{name: 257}) == (False, 0, f"a program holds at most 256 features of a head; {name} is 257")
     signature = OpSignature("gated_delta_rule", "cuda", "bfloat16", {})
     assert build(signature) is gated_delta_rule
+    assert build_from(signature) is gated_delta_rule_from
 
 
 #: Sizes of models and odd ones.
@@ -252,6 +403,40 @@ def test_on_a_gpu_values_and_gradients_agree_with_float64(
     tensors = sizes.inputs(dtype, decays=0.1)
     first, again = check(tensors, documents), results(gated_delta_rule, tensors, documents)
     assert all(torch.equal(first[name], again[name]) for name in first), "bits differ between two calls"
+
+
+#: Few sizes, because all kernels are compiled for each; the first has values as under context parallelism.
+LARGE_FROM = [
+    (Sizes(2, 500, 2, 4, 128, 256), torch.bfloat16, None), (Sizes(2, 500, 2, 4, 128, 256), torch.bfloat16, 0.005),
+    (Sizes(1, 300, 1, 2, 64, 128), torch.float32, 0.005),
+]  # fmt: skip
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sizes", "dtype", "starts"), LARGE_FROM, ids=str)
+def test_on_a_gpu_given_and_last_states_agree_with_float64(
+    sizes: Sizes, dtype: torch.dtype, starts: float | None
+) -> None:
+    drawn = torch.rand(sizes.samples, sizes.length, generator=torch.Generator().manual_seed(7))
+    documents = None if starts is None else (drawn < starts).long().cumsum(1).to(DEVICE)
+    tensors = begun(sizes, dtype, decays=0.1)
+    first, again = check_from(tensors, documents), results_from(gated_delta_rule_from, tensors, documents)
+    assert all(torch.equal(first[name], again[name]) for name in first), "bits differ between two calls"
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_on_a_gpu_the_chain_of_ranks_is_as_precise_as_a_whole_sample() -> None:
+    tensors = Sizes(1, 1024, 2, 4, 128, 128).inputs(torch.bfloat16, decays=0.1)
+    chain = ContextChain(Whole())
+
+    def chained(*inputs: Any) -> Tensor:
+        stacked = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in inputs[:-1]]
+        return chain.rule(gated_delta_rule_from, *stacked, None).unflatten(0, (-1, 2)).flatten(1, 2)
+
+    exact = results(chunked, {name: x.double() for name, x in tensors.items()}, None)
+    assert_close_gradients(results(chained, tensors, None), exact, TOLERANCES[torch.bfloat16])
 
 
 @on_gpu

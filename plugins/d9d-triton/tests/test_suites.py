@@ -58,6 +58,13 @@ class TestGatedDeltaRule(KernelSuite):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("loops_that_count")
+class TestGatedDeltaRuleFrom(KernelSuite):
+    target = "gated_delta_rule_from.triton"
+    refused = ({"dtype": "float64"}, {"key_dim": 257}, {"value_dim": 257})
+
+
+@pytest.mark.full
 class TestPermute(KernelSuite):
     target = "permute.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
@@ -107,6 +114,12 @@ class TestAttentionInputsOnCuda(TestAttentionInputs):
 @pytest.mark.gpu
 class TestGatedDeltaRuleOnCuda(TestGatedDeltaRule):
     device = "cuda"
+
+
+@pytest.mark.gpu
+class TestGatedDeltaRuleFromOnCuda(TestGatedDeltaRuleFrom):
+    device = "cuda"
+    dtypes = ("bfloat16",)  # each dtype compiles all kernels for each size
 
 
 @pytest.mark.gpu

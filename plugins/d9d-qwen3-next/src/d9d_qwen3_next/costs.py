@@ -51,7 +51,11 @@ def _mixer(config: HybridConfig, layer: int, share: Share) -> MixerCost:
 
 
 def _gated_delta_net(config: HybridConfig, share: Share) -> MixerCost:
-    """Cost of Gated DeltaNet on one rank, with the rule in plain PyTorch, in chunks, with float32 intermediates."""
+    """Cost of Gated DeltaNet on one rank, with the rule in plain PyTorch, in chunks, with float32 intermediates.
+
+    The cost is an upper bound for kernels such as ``triton`` of d9d-triton, which take less time and memory. Their
+    cost is not described, because a cost does not know which kernels are chosen.
+    """
     tokens, width, tp, hidden = share.tokens, share.width, share.tensor, config.hidden_size
     keys, values = config.key_features // tp, config.linear_value_features // tp
     heads, positions = config.linear_num_value_heads // tp, config.linear_conv_kernel_dim

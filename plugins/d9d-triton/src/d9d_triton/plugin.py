@@ -79,6 +79,12 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "gated_delta_rule:build",
             "Gated delta rule in chunks of 64 positions; by itself on CUDA, in compiled blocks, too.",
         ),
+        (
+            "gated_delta_rule_from",
+            "support:gated_delta_rule",
+            "gated_delta_rule:build_from",
+            "Gated delta rule from a given state, for context parallelism; by itself on CUDA.",
+        ),
         ("permute", "rules:by_rule", "permutation:build_permute", f"Copies of tokens for their experts; {by_itself}."),
         (
             "unpermute",

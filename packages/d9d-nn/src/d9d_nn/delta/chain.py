@@ -6,8 +6,10 @@ before its own: the exchanged bytes do not depend on the length of samples. The 
 document begins inside a chunk, M is zero, and P is zero from this position on.
 
 For Gated DeltaNet, M is a matrix. Its rule runs once, on values with D_k further features that are zero, from the state
-``[0 | 1]``: the outputs are ``[O | P]`` and the last state is ``[U | M]``. For state-space models, M is a number, the
-decay over the chunk, and P of a position is its vector C times the decay from the start of the chunk.
+``[0 | 1]``: the outputs are ``[O | P]`` and the last state is ``[U | M]``. This is the op ``gated_delta_rule_from``,
+which a backend may compute; its reference is :func:`~d9d_nn.ops.gated_delta_rule.chunked_from`. For state-space models,
+M is a number, the decay over the chunk, and P of a position is its vector C times the decay from the start of the
+chunk.
 
 A short convolution needs the last W - 1 positions before each chunk, which are gathered too.
 
@@ -17,7 +19,7 @@ heads, N value heads, D_k and D_v features of a key and value head. Chunks of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from d9d_core.model import ContextShare
@@ -27,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from d9d_nn.delta.short_convolution import ShortConvolution
-from d9d_nn.ops.gated_delta_rule import chunked_from, without_autocast
+from d9d_nn.ops.gated_delta_rule import without_autocast
 from d9d_nn.ops.state_space_rule import chunked_with_state
 
 __all__ = ["ContextChain"]
@@ -68,11 +70,19 @@ class ContextChain:
         return [layer(torch.cat([halo, stacked(x)], dim=1), numbers)[:, before:] for layer, x, halo in parts]
 
     def rule(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None
+        self,
+        rule_from: Callable[..., tuple[Tensor, Tensor]],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        documents: Tensor | None,
     ) -> Tensor:
         """Gated delta rule. Collective over ``cp``, in forward and backward.
 
         Args:
+            rule_from: op ``gated_delta_rule_from``, see :func:`~d9d_nn.ops.gated_delta_rule.chunked_from`.
             query: [2 B, L, K, D_k].
             key: [2 B, L, K, D_k].
             value: [2 B, L, N, D_v].
@@ -91,7 +101,7 @@ class ContextChain:
             numbers = self._of_chunks(documents, 1)
             begun = begun * (numbers[:, 0] == numbers[:, 1]).view(-1, 1, 1, 1)
             documents = numbers[:, 1:]
-        out, last = chunked_from(begun, query, key, functional.pad(value, (0, of_keys)), decay, beta, documents)
+        out, last = rule_from(begun, query, key, functional.pad(value, (0, of_keys)), decay, beta, documents)
         functions = self.share.gather(torch.unflatten(last, 0, (-1, 2)))
         plain, response = torch.split(out, [of_values, of_keys], dim=-1)
         with without_autocast(value):

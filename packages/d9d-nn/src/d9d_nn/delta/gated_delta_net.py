@@ -19,7 +19,7 @@ from d9d_nn.delta.chain import ContextChain, head_ranks, joined, stacked
 from d9d_nn.delta.gates import MambaDecay
 from d9d_nn.delta.short_convolution import ShortConvolution
 from d9d_nn.linear import Linear
-from d9d_nn.ops.gated_delta_rule import counted, gated_delta_rule
+from d9d_nn.ops.gated_delta_rule import chunked_from, counted, gated_delta_rule
 
 __all__ = ["GatedDeltaNet", "GatedRMSNorm"]
 
@@ -28,7 +28,8 @@ class GatedDeltaNet(nn.Module):
     """Gated DeltaNet: short convolutions, a decaying state per value head, a gated norm, and an output projection.
 
     Tensor parallelism splits the key heads, each with its value heads. Under context parallelism, ranks exchange the
-    last positions and the states of their chunks, see :mod:`d9d_nn.delta.chain`; the rule then runs in PyTorch.
+    last positions and the states of their chunks, see :mod:`d9d_nn.delta.chain`; the layer then calls the op
+    ``gated_delta_rule_from`` instead of ``gated_delta_rule``.
 
     Args:
         hidden_size: H.
@@ -89,10 +90,16 @@ class GatedDeltaNet(nn.Module):
             "gated_delta_rule", gated_delta_rule,
             key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, value_heads=value_heads,
         )  # fmt: skip
+        self.gated_delta_rule_from = OpSlot(
+            "gated_delta_rule_from", chunked_from,
+            key_dim=key_dim, value_dim=value_dim + key_dim, key_heads=key_heads, value_heads=value_heads,
+        )  # fmt: skip
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the op ``gated_delta_rule``; none under context parallelism, which has its own rule."""
-        return {"gated_delta_rule": self.gated_delta_rule} if self._chain is None else {}
+        """Slot of the op ``gated_delta_rule``, or of ``gated_delta_rule_from`` under context parallelism."""
+        if self._chain is None:
+            return {"gated_delta_rule": self.gated_delta_rule}
+        return {"gated_delta_rule_from": self.gated_delta_rule_from}
 
     def divisibility(self) -> Mapping[str, Mapping[str, int]]:
         """Number of key heads, which must be divisible by the number of ranks of ``tp``."""
@@ -150,7 +157,8 @@ class GatedDeltaNet(nn.Module):
             mixed = self.gated_delta_rule(*self._heads(*parts), decay, beta, documents)  # [B, S, N, D_v]
         else:
             parts = chain.convolve(layers, inputs, documents)
-            mixed = joined(chain.rule(*self._heads(*parts), stacked(decay), stacked(beta), documents))
+            tensors = (*self._heads(*parts), stacked(decay), stacked(beta))
+            mixed = joined(chain.rule(self.gated_delta_rule_from, *tensors, documents))
         gate = self.gate_proj(hidden).unflatten(-1, (-1, self.value_dim))  # [B, S, N, D_v]
         return self.o_proj(self.norm(mixed, gate).flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 

@@ -9,6 +9,10 @@ the start of each document; with a token's normalised query q and key k, value v
 
 Shapes: B samples, S positions, K key heads, N value heads (a multiple of K), D_k and D_v features of a key and value
 head, C positions of a chunk. The slot's static facts are ``key_dim``, ``value_dim``, ``key_heads`` and ``value_heads``.
+
+Under context parallelism, Gated DeltaNet calls the op ``gated_delta_rule_from`` instead, whose reference is
+:func:`chunked_from`: it begins with a given state, and also returns the last state. There, ``value_dim`` includes the
+``key_dim`` further features of values that :mod:`d9d_nn.delta.chain` adds.
 """
 
 from __future__ import annotations
@@ -121,6 +125,8 @@ def chunked_from(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Gated delta rule in chunks, see :func:`chunked`, from a given state; also returns the last state.
+
+    Reference of the op ``gated_delta_rule_from``, which the models call with a state and without ``chunk``.
 
     Args:
         state: state that the first document of each sample continues, float32 or wider [B, N, D_k, D_v]; ``None`` for

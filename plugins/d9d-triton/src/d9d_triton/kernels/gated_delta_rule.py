@@ -113,10 +113,12 @@ def solve_chunks(
 @triton.jit
 def pass_states(
     states,
+    last,
     changes,
     corrections,
     ends,
     keeps,
+    begun,
     key,
     length,
     chunks,
@@ -126,9 +128,11 @@ def pass_states(
     key_head,
     SHARED: tl.constexpr,
     KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEGUN: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -136,10 +140,12 @@ def pass_states(
 
     Args:
         states: [H, M, K, V], out: state before each chunk.
+        last: float32 [H, D_k, D_v], out, contiguous: state after the last position; unused without ``BEGUN``.
         changes: [H, M, C, V], in and out: U, replaced by ``U - W S``.
         corrections: [H, M, C, K], W.
         ends: float32 [H, M, C], see :func:`solve_chunks`.
         keeps: float32 [H, M], see :func:`solve_chunks`.
+        begun: float32 [H, D_k, D_v], contiguous: state before the first position; unused without ``BEGUN``.
         key: [B, S, N / SHARED, D_k].
         length: S.
         chunks: M.
@@ -149,9 +155,11 @@ def pass_states(
         key_head: stride of the keys in dimension 2; 1 is the stride in dimension 3.
         SHARED: value heads of a key head.
         KEY_DIM: D_k.
+        VALUE_DIM: D_v.
         KEYS: K.
         VALUES: V.
         BLOCK: columns of values of a program; divides V.
+        BEGUN: whether states begin with ``begun``; otherwise they begin with zeros.
         C: positions of a chunk.
         PRECISION: precision of float32 products.
     """
@@ -162,6 +170,10 @@ def pass_states(
     feature, column = tl.arange(0, KEYS), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     first = index.to(tl.int64) * chunks
     state = tl.zeros((KEYS, BLOCK), tl.float32)
+    outer = index.to(tl.int64) * KEY_DIM * VALUE_DIM + feature[:, None] * VALUE_DIM + column[None, :]
+    there = (feature < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
+    if BEGUN:
+        state += tl.load(begun + outer, there, other=0.0)
     for chunk in range(chunks):
         place = first + chunk
         before = state.to(states.dtype.element_ty)
@@ -176,6 +188,8 @@ def pass_states(
         )
         added = (change * scale[:, None]).to(states.dtype.element_ty)
         state = state * tl.load(keeps + place) + _dot(turned, added, PRECISION)
+    if BEGUN:
+        tl.store(last + outer, state, there)
 
 
 @triton.jit
@@ -384,11 +398,13 @@ def prepare_gradients(
 @triton.jit
 def pass_gradients(
     grad_states,
+    grad_begun,
     grad_changes,
     corrections,
     ends,
     keeps,
     reads,
+    grad_last,
     grad,
     query,
     key,
@@ -410,6 +426,7 @@ def pass_gradients(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEGUN: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -417,11 +434,13 @@ def pass_gradients(
 
     Args:
         grad_states: [H, M, K, V], out: gradient of the state after each chunk.
+        grad_begun: float32 [H, D_k, D_v], out, contiguous: gradient of the first state; unused without ``BEGUN``.
         grad_changes: [H, M, C, V], in and out: ``P^T grad``, replaced by the whole gradient of the changes.
         corrections: [H, M, C, K], W.
         ends: float32 [H, M, C], see :func:`solve_chunks`.
         keeps: float32 [H, M], see :func:`solve_chunks`.
         reads: float32 [H, M, C], see :func:`prepare_gradients`.
+        grad_last: float32 [H, D_k, D_v], contiguous: gradient of the last state; unused without ``BEGUN``.
         grad: [B, S, N, D_v], gradient of the outputs.
         query: [B, S, N / SHARED, D_k].
         key: [B, S, N / SHARED, D_k].
@@ -443,6 +462,7 @@ def pass_gradients(
         KEYS: K.
         VALUES: V.
         BLOCK: columns of values of a program; divides V.
+        BEGUN: whether the first state was given, and the last state has a gradient.
         C: positions of a chunk.
         PRECISION: precision of float32 products.
     """
@@ -454,6 +474,10 @@ def pass_gradients(
     feature, column = tl.arange(0, KEYS), begin + tl.arange(0, BLOCK)
     first = index.to(tl.int64) * chunks
     total = tl.zeros((KEYS, BLOCK), tl.float32)
+    outer = index.to(tl.int64) * KEY_DIM * VALUE_DIM + feature[:, None] * VALUE_DIM + column[None, :]
+    there = (feature < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
+    if BEGUN:
+        total += tl.load(grad_last + outer, there, other=0.0)
     for done in range(chunks):
         chunk = chunks - 1 - done
         place, position = first + chunk, chunk * C + own
@@ -476,6 +500,8 @@ def pass_gradients(
         correction = tl.load(corrections + place * C * KEYS + own[None, :] * KEYS + feature[:, None])
         total = total * tl.load(keeps + place) + _dot(turned, weighted, PRECISION)
         total -= _dot(correction, narrow, PRECISION)
+    if BEGUN:
+        tl.store(grad_begun + outer, total, there)
 
 
 @triton.jit
@@ -520,6 +546,7 @@ def differentiate(
     VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    BEGUN: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -566,6 +593,7 @@ def differentiate(
         VALUES: V.
         BLOCK: columns of values of an iteration; divides V.
         DOCUMENTS: whether ``documents`` separate documents.
+        BEGUN: whether the first position of a sample decays a given state.
         C: positions of a chunk.
         PRECISION: precision of float32 products.
     """
@@ -583,6 +611,7 @@ def differentiate(
         VALUE_DIM, KEYS, VALUES, BLOCK, C, PRECISION,
     )  # fmt: skip
     total, number, starts = _decays(decay, documents, sample, position, head, length, heads, DOCUMENTS)
+    constant = (starts & (position > 0)) if BEGUN else starts  # these decays have no effect
     read, end, keep = _ends(total, number, C)
     q = _load(
         query, sample, position, head // SHARED, length, query_sample, query_position, query_head, 0, KEY_DIM, KEYS
@@ -613,7 +642,7 @@ def differentiate(
     follows = (own <= later) & (number[:, None] == number[None, :])
     of_decay = tl.sum(tl.where(follows, of_total[None, :], 0.0), 1).to(tl.float32)
     g = _of_positions(decay, sample, position, head, length, heads)
-    of_decay = tl.where(starts | (g < _LEAST), 0.0, of_decay)
+    of_decay = tl.where(constant | (g < _LEAST), 0.0, of_decay)
     tl.store(grad_decay + rows, of_decay.to(grad_decay.dtype.element_ty), inside)
 
     there = inside[:, None] & (feature < KEY_DIM)[None, :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,13 @@ def gated_delta_rule(samples: int, length: int, heads: int, shared: int, feature
     static = {"key_dim": features, "value_dim": 2 * features, "key_heads": heads, "value_heads": heads * shared}
     name = f"value {[*of_values, 2 * features]}, {heads} key heads" + (", several documents" if packed else "")
     return Call(name, inputs, static, documents=packed or None)
+
+
+def gated_delta_rule_from(samples: int, length: int, heads: int, shared: int, features: int, packed: bool) -> Call:
+    """Call of ``gated_delta_rule_from``: the tensors of :func:`gated_delta_rule`, after a state."""
+    call = gated_delta_rule(samples, length, heads, shared, features, packed)
+    state = draw(samples, heads * shared, features, 2 * features, seed=6)
+    return replace(call, inputs={"state": state, **call.inputs})
 
 
 def state_space_rule(samples: int, length: int, groups: int, shared: int, features: int, packed: bool) -> Call:

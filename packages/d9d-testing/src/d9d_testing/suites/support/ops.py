@@ -187,6 +187,13 @@ def _swiglu_at_random(random: Random) -> Call:
 _RULES = ((2, 7, 2, 2, 4, False), (1, 1, 1, 1, 2, True), (1, 70, 2, 1, 8, True), (2, 130, 1, 3, 4, True))
 
 
+def _invoke_rule_from(slot: OpSlot, call: Call) -> Tensor:
+    """Call ``gated_delta_rule_from`` with a state of float32 or wider; return its outputs and last state in a row."""
+    state, *inputs = call.inputs.values()
+    out, last = slot(state.to(torch.promote_types(state.dtype, torch.float32)), *inputs)
+    return torch.cat([out.flatten(), last.flatten()])
+
+
 def _rule_at_random(random: Random, make: Callable[..., Call]) -> Call:
     sizes = random.randint(1, 2), random.randint(1, 150), random.randint(1, 3), random.randint(1, 3)
     return make(*sizes, random.randint(1, 9), random.random() < 0.7)
@@ -358,6 +365,12 @@ KNOWN_OPS: Mapping[str, Op] = {
         lambda: [calls.gated_delta_rule(*size) for size in _RULES],
         invoke_plainly,
         at_random=partial(_rule_at_random, make=calls.gated_delta_rule),
+    ),
+    "gated_delta_rule_from": Op(
+        partial(_plain_slot, "gated_delta_rule_from", "d9d_nn.ops.gated_delta_rule:chunked_from"),
+        lambda: [calls.gated_delta_rule_from(*size) for size in _RULES],
+        _invoke_rule_from,
+        at_random=partial(_rule_at_random, make=calls.gated_delta_rule_from),
     ),
     "state_space_rule": Op(
         partial(_plain_slot, "state_space_rule", "d9d_nn.ops.state_space_rule:state_space_rule"),
