@@ -83,7 +83,7 @@ def results(rule: Rule, tensors: dict[str, Tensor], documents: Tensor | None) ->
 
 
 def check(tensors: dict[str, Tensor], documents: Tensor | None = None) -> dict[str, Tensor]:
-    """Compare values and gradients with those of the rule in chunks in float64, which its own tests compare."""
+    """Compare values and gradients with the rule in chunks in float64, which tests of d9d-nn compare."""
     found = results(gated_delta_rule, tensors, documents)
     exact = results(chunked, {name: x.double() for name, x in tensors.items()}, documents)
     assert {name: found[name].dtype for name in NAMES} == {name: x.dtype for name, x in tensors.items()}
