@@ -27,6 +27,7 @@ from d9d_triton.gated_delta_rule import (
     gated_delta_rule_from,
 )
 from d9d_triton.kernels import gated_delta_rule as kernels
+from d9d_triton.kernels import gated_delta_rule_parts as shared
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("loops_that_count")
@@ -348,9 +349,11 @@ def test_inputs_that_do_not_fit_are_errors() -> None:
 
 
 def test_the_kernels_share_the_constants_of_the_op() -> None:
-    assert kernels._EPS.value == EPS
+    assert shared.EPS.value == EPS
     assert CHUNK % kernels._ROWS.value == 0
-    assert kernels._LEAST.value == pytest.approx(torch.tensor(torch.finfo(torch.float32).tiny).log().item(), rel=1e-7)
+    assert shared.LEAST_DECAY.value == pytest.approx(
+        torch.tensor(torch.finfo(torch.float32).tiny).log().item(), rel=1e-7
+    )
 
 
 def test_loads_are_stored_ahead_where_shared_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

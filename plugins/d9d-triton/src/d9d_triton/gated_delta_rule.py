@@ -39,14 +39,8 @@ import torch
 from d9d_core.kernel import OpSignature
 from torch import Tensor
 
-from d9d_triton.kernels.gated_delta_rule import (
-    compute_outputs,
-    differentiate,
-    pass_gradients,
-    pass_states,
-    prepare_gradients,
-    solve_chunks,
-)
+from d9d_triton.kernels.gated_delta_rule import compute_outputs, pass_states, solve_chunks
+from d9d_triton.kernels.gated_delta_rule_backward import differentiate, pass_gradients, prepare_gradients
 from d9d_triton.launch import OPTIONS, check_floats, on_device
 from d9d_triton.support import MOST_HEAD_FEATURES
 
