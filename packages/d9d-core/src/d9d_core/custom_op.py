@@ -3,9 +3,13 @@
 :func:`torch.library.custom_op` runs several Python functions for each call, also in a compiled graph, which needs none
 of their work. :class:`CustomOp` registers the kernel itself and keeps autograd out of the operator. Start here::
 
+    import torch
+    from d9d_core.custom_op import CustomOp
+    from torch import Tensor
+
     @CustomOp.define("my_plugin::double")
     def double(x: Tensor) -> Tensor:
-        return my_kernel(x)
+        return x + x  # a call of a kernel
 
     @double.register_fake
     def _(x: Tensor) -> Tensor:
