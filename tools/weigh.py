@@ -120,7 +120,9 @@ def main() -> int:
         _run("uv", "export", "--quiet", "--no-hashes", "--no-emit-workspace", "--output-file", str(pins))
         for name, member in members().items():
             sizes = measure(name, "", wheels, pins, place / "venv")
-            beside = "In addition to torch and its dependencies" if TORCH in sizes else "All in all, without torch"
+            beside = (
+                "In addition to torch and its dependencies" if TORCH in sizes else "In total (torch is not required)"
+            )
             lines = [line(brought(name), sizes, beside)]
             lines += [
                 line(brought(name, extra), measure(name, extra, wheels, pins, place / "venv"), f"`[{extra}]`")

@@ -46,7 +46,7 @@ def test_an_answer_has_the_text_and_the_places_of_blocks_that_are_not_empty() ->
         ("{{ f() }}", "ValueError: " + "x" * 1000),
         (
             "{% for x in range(1000) %}{% endfor %}",
-            "the template takes more than 1,000 steps (loop iterations and calls)",
+            "the template takes more than 1,000 steps (loop iterations, calls and pieces of output)",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def test_collated_batches_of_users_have_a_row_for_each_item() -> None:
 
     assert collated({"x": [[1], [2]], 3: [1.5, 2]})["3"].tolist() == [1.5, 2.0]
     for value, why in (
-        ({}, "^data.collate: m:c returned a dict; return a mapping"), ([1], "returned a list; return"),
+        ({}, "^data.collate: m:c returned an empty mapping; return a mapping"), ([1], "returned a list; return"),
         ({"x": 3}, r"^data.collate: m:c: field 'x' has shape \[\] for 2 items; the first dimension is"),
         ({"x": [1]}, r"field 'x' has shape \[1\] for 2 items"),
         ({"x": "a"}, "^data.collate: m:c: field 'x' is a str of <U1, not of numbers; omit the field"),

@@ -56,7 +56,7 @@ def counted(mask: Tensor, values: Tensor, names: tuple[str, str], metric: str) -
 
 
 def spread(leading: Tensor, values: Tensor, names: tuple[str, str], metric: str) -> Tensor:
-    """Expand a tensor with the values' leading dims to their shape, as a view.
+    """Expand ``leading`` to the shape of ``values``, as a view; its shape must equal the first dims of ``values``.
 
     Args:
         leading: tensor to expand.

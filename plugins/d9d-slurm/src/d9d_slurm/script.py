@@ -72,7 +72,7 @@ def _change_note(request: LaunchRequest) -> Iterator[str]:
 
 
 def _options(config: SlurmConfig, request: LaunchRequest) -> Iterator[str]:
-    """Yield the options of sbatch that hold no text of users."""
+    """Yield the options of sbatch whose values are numbers or checked words, so they need no quoting."""
     gpus = config.gpus_per_node
     if gpus is None:
         gpus = 0 if request.device == "cpu" else request.processes

@@ -70,7 +70,7 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 @CustomOp.define("d9d_triton::silu_mul_backward_beside")
 def silu_mul_backward_beside(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`silu_mul` in one tensor, which one matrix product reads, and its output, recomputed.
+    """Gradients of gate and up in one tensor, so one matrix product can read both; recomputes the output, too.
 
     Args:
         grad: [R, I], gradient of the output; of any strides.

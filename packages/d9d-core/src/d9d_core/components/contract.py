@@ -230,8 +230,9 @@ def _check_subscriber(chosen: Chosen, subscriber: Any) -> None:
     assert isinstance(pairs, Iterable)
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not callable(pair[1]):
-            text = f"subscriptions() contains {pair!r}; return pairs of an event type and a function"
-            raise BuildError(f"{subject(chosen)}: {text}")
+            raise BuildError(
+                f"{subject(chosen)}: subscriptions() contains {pair!r}; return pairs of an event type and a function"
+            )
         if pair[0] not in CATALOGUE:
             known = ", ".join(event.__name__ for event in CATALOGUE)
             raise BuildError(f"{subject(chosen)}: subscribes to {pair[0]!r}; events are: {known}")

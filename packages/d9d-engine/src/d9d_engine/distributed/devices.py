@@ -1,4 +1,4 @@
-"""Choice of the device of a process."""
+"""Choice of the device of a process, and CUDA's variables that must be set before CUDA starts."""
 
 from __future__ import annotations
 

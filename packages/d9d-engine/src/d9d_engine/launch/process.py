@@ -167,8 +167,9 @@ def _signals_as_bytes() -> int:
 def _follow(link: Link, interrupts: Interrupts, process: Process | None = None) -> None:
     """Watch, in a thread, for stop requests of the launcher and for signals; exit if the launcher dies.
 
-    A stop request from the launcher is passed to ``interrupts``. A SIGINT or SIGTERM sent to this process is forwarded
-    to the launcher, which asks all processes; a second Ctrl-C also goes to the ranks of other machines.
+    A stop request from the launcher is passed to ``interrupts``. A SIGINT, SIGTERM or SIGHUP (unless it is ignored)
+    sent to this process is forwarded to the launcher, which asks all processes; a second Ctrl-C also goes to the
+    ranks of other machines.
     """
     reading = _signals_as_bytes()
     interrupts.entered = lambda: link.send(training=True)

@@ -3,8 +3,8 @@
 All three projections read the same rows, so a kernel can compute the gradient of these rows in one product, and the
 gradient of the weights in another product, if the gradients of queries, keys and values are adjacent in memory.
 
-Shapes: B samples, S positions, H features, N query heads, K key heads, D features of a head. The slot's static facts
-are ``hidden``, ``head_dim``, ``query_heads`` and ``key_heads``.
+Shapes: B samples, S positions, H features, N query heads, K key heads, D features of a head. The op's signature has the
+static facts ``hidden``, ``head_dim``, ``query_heads`` and ``key_heads``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Op ``gelu_mul``: ``gelu(gate) * up`` of GeGLU (Shazeer 2020, "GLU Variants Improve Transformer", equation 6)."""
+"""Op ``gelu_mul`` of GeGLU: ``gelu(gate) * up``, with the tanh approximation of gelu.
+
+Shazeer 2020, "GLU Variants Improve Transformer", equation 6.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class TemplateLimits:
     """Limits of one rendering.
 
     Attributes:
-        steps: maximum number of loop iterations and calls.
+        steps: maximum number of steps: loop iterations, calls and pieces of output.
         seconds: maximum seconds of CPU time.
         memory: maximum bytes of the process's address space; macOS does not enforce this limit.
     """

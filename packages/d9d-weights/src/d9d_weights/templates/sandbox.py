@@ -37,7 +37,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """Sandboxed environment of a template; runs one rendering at a time.
 
     Args:
-        max_steps: maximum number of loop iterations and calls of one rendering.
+        max_steps: maximum number of steps of one rendering: loop iterations, calls and pieces of output.
         now: time returned by ``strftime_now``; by default, the time of the rendering.
     """
 
@@ -83,14 +83,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def step(self) -> None:
-        """Count one step: a loop iteration or a call.
+        """Count one step: a loop iteration, a call or a piece of output.
 
         Raises:
             SecurityError: the limit of steps is exceeded.
         """
         self._steps += 1
         if self._steps > self._max_steps:
-            raise SecurityError(f"the template takes more than {self._max_steps:,} steps (loop iterations and calls)")
+            kinds = "loop iterations, calls and pieces of output"
+            raise SecurityError(f"the template takes more than {self._max_steps:,} steps ({kinds})")
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call an object from a template. The parameters' unusual names cannot clash with keyword arguments."""

@@ -139,7 +139,8 @@ class Items:
         batch = self.asked(lambda: collate(list(items)), f"items {indices[0]} to {indices[-1]}", f"collate: {name}")
         where = f"data.collate: {name}"
         if not isinstance(batch, Mapping) or not batch:
-            raise DataError(f"{where} returned {type_of(batch)}; return a mapping from names to arrays")
+            found = "an empty mapping" if isinstance(batch, Mapping) else type_of(batch)
+            raise DataError(f"{where} returned {found}; return a mapping from names to arrays")
         arrays = {str(key): _array(value, f"{where}: field '{key}'") for key, value in batch.items()}
         for key, array in arrays.items():
             if not array.ndim or len(array) != len(items):

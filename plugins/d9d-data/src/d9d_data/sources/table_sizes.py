@@ -327,7 +327,7 @@ def _unpacked_size(content: BinaryIO, begin: int, offset: int, length: int, body
     if not length:
         return 0
     if offset < 0 or length < 8 or offset + length > body:
-        raise ValueError("a buffer lies outside of its record batch")
+        raise ValueError("a compressed buffer is shorter than 8 bytes or lies outside of its batch")
     content.seek(begin + offset)
     (size,) = struct.unpack("<q", content.read(8))
     return length if size == -1 else max(int(size), 0)

@@ -17,7 +17,7 @@ def text_plot(rates: Sequence[float], width: int = 72, height: int = 12) -> str:
     Args:
         rates: learning rate of each step.
         width: largest number of columns.
-        height: number of lines.
+        height: number of lines of the columns; the axis takes two more.
     """
     columns = min(width, len(rates))
     bounds = [len(rates) * column // columns for column in range(columns + 1)]

@@ -99,7 +99,7 @@ class WarnOfUnmet:
         self._forwards = 0
 
     def __call__(self, _stage: nn.Module, _args: object) -> None:
-        """Count the forwards of the stage; in the second one, warn of unmet entries of ``save``."""
+        """Count forwards of the stage; in the second, warn of entries of ``save`` whose operators no block called."""
         self._forwards += 1
         if self._forwards == 2 and (unmet := self._policy.unmet()):
             _log.warning(

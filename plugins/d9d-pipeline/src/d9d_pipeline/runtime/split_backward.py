@@ -153,7 +153,7 @@ class _Side:
         return [node.register_prehook(self._noting(index)) for index, node in enumerate(self._side.branching)]
 
     def run(self) -> None:
-        """Run the backward from each branching node down to the late parameters."""
+        """Compute gradients of the late parameters, from roots and branching nodes of this side; see ``LateSide``."""
         nodes = self._side.branching
         starts: list[GradientEdge] = [edge for edge, _ in self._seeds]
         gradients = [gradient for _, gradient in self._seeds]

@@ -27,7 +27,7 @@ _BLOCKS = 4
 
 
 def columns(words: int) -> int:
-    """Number of columns P of a row of logits in memory, for a vocabulary of V entries."""
+    """Number of columns P of a row of logits in memory: ``words`` (V) rounded up to a multiple of 16, for alignment."""
     return (words + _COLUMNS - 1) // _COLUMNS * _COLUMNS
 
 
