@@ -73,8 +73,8 @@ def prepare_gradients(
         grad_changes: [H, M, C, V], out: ``P^T grad``, gradient of the changes by the outputs of the same chunk.
         corrections: [H, M, C, K], out: W.
         changes: [H, M, C, V], out: U.
-        ends: float32 [H, M, C], out, see :func:`solve_chunks`.
-        keeps: float32 [H, M], out, see :func:`solve_chunks`.
+        ends: float32 [H, M, C], out, see :func:`~d9d_triton.kernels.gated_delta_rule.solve_chunks`.
+        keeps: float32 [H, M], out, see :func:`~d9d_triton.kernels.gated_delta_rule.solve_chunks`.
         reads: float32 [H, M, C], out: factor of each query in its product with the state before the chunk.
         grad: [B, S, N, D_v], gradient of the outputs.
         solved: [H, M, C, C], T.
@@ -186,8 +186,8 @@ def pass_gradients(
         grad_begun: float32 [H, D_k, D_v], out, contiguous: gradient of the first state; unused without ``BEGUN``.
         grad_changes: [H, M, C, V], in and out: ``P^T grad``, replaced by the whole gradient of the changes.
         corrections: [H, M, C, K], W.
-        ends: float32 [H, M, C], see :func:`solve_chunks`.
-        keeps: float32 [H, M], see :func:`solve_chunks`.
+        ends: float32 [H, M, C], see :func:`~d9d_triton.kernels.gated_delta_rule.solve_chunks`.
+        keeps: float32 [H, M], see :func:`~d9d_triton.kernels.gated_delta_rule.solve_chunks`.
         reads: float32 [H, M, C], see :func:`prepare_gradients`.
         grad_last: float32 [H, D_k, D_v], contiguous: gradient of the last state; unused without ``BEGUN``.
         grad: [B, S, N, D_v], gradient of the outputs.
@@ -310,9 +310,9 @@ def differentiate(
         grad_decay: [B, S, N], out, contiguous.
         grad_beta: [B, S, N], out, contiguous.
         grad: [B, S, N, D_v], gradient of the outputs.
-        states: [H, M, K, V], see :func:`pass_states`.
+        states: [H, M, K, V], see :func:`~d9d_triton.kernels.gated_delta_rule.pass_states`.
         grad_states: [H, M, K, V], see :func:`pass_gradients`.
-        changes: [H, M, C, V], see :func:`pass_states`.
+        changes: [H, M, C, V], see :func:`~d9d_triton.kernels.gated_delta_rule.pass_states`.
         grad_changes: [H, M, C, V], see :func:`pass_gradients`.
         solved: [H, M, C, C], T.
         query: [B, S, N / SHARED, D_k].
