@@ -368,6 +368,7 @@ def test_loads_are_stored_ahead_where_shared_memory_has_room(monkeypatch: pytest
     assert stages(Sizes(key_dim=256, value_dim=128)) == [1, 1, 1, 1]
     for limited in (stages(Sizes(), torch.float32), stages(Sizes(), room=False)):
         assert limited == [2, 1, 1, 1]
+    assert stages(Sizes(), torch.float32, room=False) == [1, 1, 1, 1]
 
 
 def test_heads_of_at_most_256_features_are_accepted() -> None:
@@ -377,11 +378,21 @@ def test_heads_of_at_most_256_features_are_accepted() -> None:
 
     assert asked(key_dim=256, value_dim=256)[:2] == (True, 25)
     assert asked(dtype="float64")[:2] == (False, 0)
+    assert asked(dtype="float32", key_dim=128, value_dim=256)[0]
+    reason = "a program holds at most 128 features of a float32 head; key_dim is 129"
+    assert asked(dtype="float32", key_dim=129) == (False, 0, reason)
     for name in ("key_dim", "value_dim"):
         assert asked(**{name: 257}) == (False, 0, f"a program holds at most 256 features of a head; {name} is 257")
     signature = OpSignature("gated_delta_rule", "cuda", "bfloat16", {})
     assert build(signature) is gated_delta_rule
     assert build_from(signature) is gated_delta_rule_from
+
+
+def test_gpus_of_amd_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    decision = support.gated_delta_rule(OpSignature("gated_delta_rule", "cuda", "bfloat16", {}))
+    assert not decision.accept
+    assert "AMD" in decision.reason
 
 
 #: Sizes of models and odd ones.
@@ -440,6 +451,13 @@ def test_on_a_gpu_the_chain_of_ranks_is_as_precise_as_a_whole_sample() -> None:
 
     exact = results(chunked, {name: x.double() for name, x in tensors.items()}, None)
     assert_close_gradients(results(chained, tensors, None), exact, TOLERANCES[torch.bfloat16])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[on_gpu, pytest.mark.gpu])])
+def test_a_decay_that_is_not_a_number_is_not_hidden(device: str) -> None:
+    tensors = {name: x.to(device) for name, x in Sizes(1, 80, 1, 1, 16, 16).inputs(torch.float32).items()}
+    tensors["decay"][0, 20] = torch.nan
+    assert gated_delta_rule(*tensors.values())[0, 21:].isnan().all()
 
 
 @on_gpu

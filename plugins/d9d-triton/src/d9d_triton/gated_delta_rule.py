@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ def chunked_rule(
     Returns:
         Outputs; T [B * N * chunks, C, C], which the backward reads; the last state, empty without ``state``.
     """
-    _check(query, key, value, decay, beta, documents)
+    _check("gated_delta_rule" if state is None else "gated_delta_rule_from", query, key, value, decay, beta, documents)
     _check_state(state, key, value)
     out, solved, last = _outputs(state, value)
     if not value.numel() or not key.numel():
@@ -328,8 +329,9 @@ class _Call:
         """Number of warps and of software pipelining stages of a kernel, and compiler options."""
         wide = self.keys > _MEASURED
         warps = (16 if wide else 8) if kernel == "differentiate" else (8 if wide else 4)
-        stages = 2 if kernel == "pass_states" and not wide else 1
-        if self.value.itemsize == 2 and not wide and _has_room(self.value):
+        room, narrow = _has_room(self.value), self.value.itemsize == 2
+        stages = 2 if kernel == "pass_states" and not wide and (narrow or room) else 1
+        if narrow and not wide and room:
             # the fastest of the choices that were measured on an H200 for heads of 128 features in bfloat16
             stages = {"pass_states": 3, "pass_gradients": 2}.get(kernel, stages)
             if kernel == "differentiate" and self.values <= _MEASURED:
@@ -382,9 +384,14 @@ def _dense(x: Tensor) -> Tensor:
 
 def _has_room(value: Tensor) -> bool:
     """Whether a program on the device of a tensor has the shared memory of the GPU on which stages were measured."""
-    if not value.is_cuda:
-        return False
-    return torch.cuda.get_device_properties(value.device).shared_memory_per_block_optin >= _ROOM
+    return value.is_cuda and _room_of(value.device) >= _ROOM
+
+
+@cache
+def _room_of(device: torch.device) -> int:
+    """Bytes of shared memory of a program; remembered, because the call takes microseconds."""
+    room: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return room
 
 
 def _outputs(state: Tensor | None, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -404,9 +411,11 @@ def _chunks(length: int) -> int:
     return (length + CHUNK - 1) // CHUNK
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None) -> None:
+def _check(
+    op: str, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None
+) -> None:
     """Raise an error for dtypes that the kernels would misread, and shapes for which they would read out of bounds."""
-    check_floats("gated_delta_rule", query=query, key=key, value=value, decay=decay, beta=beta)
+    check_floats(op, query=query, key=key, value=value, decay=decay, beta=beta)
     samples, length, heads, _ = value.shape
     of_keys = (samples, length, key.shape[2], key.shape[3])
     fits = (
@@ -419,15 +428,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tenso
     if not fits:
         tensors = (query, key, value, decay, beta, *(() if documents is None else (documents,)))
         raise ValueError(
-            f"gated_delta_rule.triton: the shapes are {', '.join(str(list(x.shape)) for x in tensors)}; query and key "
+            f"{op}.triton: the shapes are {', '.join(str(list(x.shape)) for x in tensors)}; query and key "
             "must be [B, S, K, D_k], value [B, S, N, D_v] with N a multiple of K, decay and beta [B, S, N], documents "
             "[B, S]"
         )
     for name, x in (("key_dim", key), ("value_dim", value)):
         if x.shape[-1] > MOST_HEAD_FEATURES:
             raise ValueError(
-                f"gated_delta_rule.triton: {name} is {x.shape[-1]}, but a program holds at most {MOST_HEAD_FEATURES} "
-                "features; set 'kernels: {gated_delta_rule: chunked}' in the job"
+                f"{op}.triton: {name} is {x.shape[-1]}, but a program holds at most {MOST_HEAD_FEATURES} features; set "
+                f"'kernels: {{{op}: {'chunked' if op == 'gated_delta_rule' else 'reference'}}}' in the job"
             )
 
 

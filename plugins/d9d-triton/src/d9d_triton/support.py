@@ -13,6 +13,8 @@ FLOATS = ("bfloat16", "float16", "float32")
 PRIORITY = 20
 #: Largest number of features of a key or value head of ``gated_delta_rule``: a program holds whole keys.
 MOST_HEAD_FEATURES = 256
+#: Largest number of features of a float32 key: larger tiles were never run, and exceed the shared memory of many GPUs.
+_MOST_FLOAT32_FEATURES = 128
 #: Priority of ``gated_delta_rule`` above ``chunked`` of d9d-nn (10) and ``fla`` of d9d-fla (20), which is not faster.
 _FASTEST_RULE = 25
 
@@ -38,13 +40,16 @@ def gradient_power(signature: OpSignature) -> Decision:
 
 
 def gated_delta_rule(signature: OpSignature) -> Decision:
-    """Accept ``gated_delta_rule`` for heads of at most 256 features."""
-    for name in ("key_dim", "value_dim"):
+    """Accept ``gated_delta_rule`` on NVIDIA's GPUs for heads of at most 256 features, float32 keys of at most 128."""
+    if on_amd():
+        return Decision(False, "Triton's compiler for AMD's GPUs lacks the precision of its products")
+    wide = signature.dtype == "float32"
+    limits = {"key_dim": _MOST_FLOAT32_FEATURES if wide else MOST_HEAD_FEATURES, "value_dim": MOST_HEAD_FEATURES}
+    for name, most in limits.items():
         features = signature.static.get(name, 1)
-        if features > MOST_HEAD_FEATURES:
-            return Decision(
-                False, f"a program holds at most {MOST_HEAD_FEATURES} features of a head; {name} is {features}"
-            )
+        if features > most:
+            where = "a float32 head" if most == _MOST_FLOAT32_FEATURES else "a head"
+            return Decision(False, f"a program holds at most {most} features of {where}; {name} is {features}")
     reason = "kernels for chunks of 64 positions that keep tensors in the dtype of the values; the host does not wait"
     return decide(signature, reason, priority=_FASTEST_RULE)
 
@@ -96,6 +101,13 @@ def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS
     if signature.device == "cpu" and interpreted():
         return Decision(True, "interpreted on the CPU, for tests; used only if the job names it", 0)
     return Decision(False, f"Triton kernels run on cuda; the device is {signature.device}")
+
+
+def on_amd() -> bool:
+    """Whether torch is built for AMD's GPUs, which it calls ``cuda`` too."""
+    import torch
+
+    return torch.version.hip is not None
 
 
 def interpreted() -> bool:

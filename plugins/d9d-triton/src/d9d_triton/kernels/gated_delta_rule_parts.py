@@ -37,7 +37,8 @@ def read_decays(decay, documents, sample, position, head, length, heads, DOCUMEN
         decays. Number of borders from the chunk's first position to each position, int32 [C]; 0 where a position
         continues the document that ended the previous chunk. Whether each position is the first one of a document.
     """
-    g = tl.maximum(load_numbers(decay, sample, position, head, length, heads), LEAST_DECAY)
+    given = load_numbers(decay, sample, position, head, length, heads)
+    g = tl.where(given < LEAST_DECAY, LEAST_DECAY, given)  # tl.maximum would replace NaN
     starts = position == 0
     number = tl.zeros_like(position)
     if DOCUMENTS:
