@@ -97,6 +97,13 @@ def test_arguments_may_be_named(compiled: bool) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("named", [{"factr": 2.0}, {"factor": 2.0, "weight": None}, {}])
+def test_wrong_names_of_arguments_are_errors_of_torch(named: dict[str, Any]) -> None:
+    x, weight = tensors(True, True)
+    with pytest.raises(RuntimeError, match=r"scaled_sine"):
+        scaled_sine(x, weight, **named)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_calls_without_gradients_leave_no_graph(mode: Any) -> None:

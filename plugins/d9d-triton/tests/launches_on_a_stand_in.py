@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import random
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +126,9 @@ def observed(counted: Counted, sample: tuple[Any, ...]) -> dict[str, Any]:
     runtime.debug = True
     found["debug mode"] = launched(counted, *sample)
     runtime.debug = False
+    knobs.compilation.instrumentation_mode = "profile"
+    found["instrumentation"] = launched(counted, *sample)
+    knobs.compilation.instrumentation_mode = ""
     device, launcher.device_of = launcher.device_of, REAL
     found["a CPU"] = launched(counted, *sample)
     launcher.device_of = device
@@ -195,12 +200,15 @@ for size in (20, 48, 20 + launcher._MOST):
     if launches != [right]:
         after.append([str(launches), str(right)])
 remembered = max(len(counted._by_values), len(counted._by_classes))
+loaded = weakref.ref(next(iter(counted._by_classes.values())).compiled)
+kernel.device_caches.clear()
+gc.collect()
 print(
     json.dumps(
         {
             **results, "compared": compared, "wrong": wrong, "by_triton": by_triton, "kernels": kernels,
             "direct": direct, "forms": forms, "remembered": remembered, "most": launcher._MOST,
-            "after_forgetting": after, "entered": entered,
+            "after_forgetting": after, "entered": entered, "loaded": loaded() is not None,
         }
     )
 )  # fmt: skip

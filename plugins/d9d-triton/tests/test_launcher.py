@@ -72,8 +72,16 @@ def test_only_the_first_launch_of_a_specialisation_is_tritons(found: dict[str, A
 @pytest.mark.full
 @pytest.mark.parametrize(
     "reason",
-    ["an enter hook", "an exit hook", "a hook that is a function", "a hook before runs", "debug mode", "a CPU"],
-)
+    [
+        "an enter hook",
+        "an exit hook",
+        "a hook that is a function",
+        "a hook before runs",
+        "debug mode",
+        "instrumentation",
+        "a CPU",
+    ],
+)  # fmt: skip
 def test_observed_launches_are_tritons(found: dict[str, Any], reason: str) -> None:
     assert found["observed"][reason] == {"triton": 1, "direct": 0}
 
@@ -88,6 +96,11 @@ def test_arguments_of_another_form_are_launched_by_triton(found: dict[str, Any],
 def test_launches_are_forgotten_when_there_are_too_many(found: dict[str, Any]) -> None:
     assert found["remembered"] <= found["most"]
     assert found["after_forgetting"] == []
+
+
+@pytest.mark.full
+def test_a_remembered_kernel_stays_loaded_without_tritons_cache(found: dict[str, Any]) -> None:
+    assert found["loaded"]
 
 
 @pytest.mark.full

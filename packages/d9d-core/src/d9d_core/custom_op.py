@@ -44,7 +44,8 @@ class CustomOp(Generic[_R]):
     - The kernel must not write its arguments: only ``custom_op`` announces writes to autograd.
     - Outputs must not share memory with arguments or with each other. This is not checked in each call;
       :func:`torch.library.opcheck` of :attr:`overload` checks it.
-    - Only calls of this object compute gradients, not calls of ``torch.ops``.
+    - Only calls of this object compute gradients, not calls of ``torch.ops``, and not under transforms of
+      ``torch.func``.
 
     Eager calls that need gradients go through an autograd function. Calls that Dynamo traces go through a second
     operator, opaque to Dynamo, which AOTAutograd decomposes into the autograd function. So the graph of a compiled
@@ -111,7 +112,11 @@ class CustomOp(Generic[_R]):
         apply, names = _autograd_function(self.overload, backward, setup_context).apply, [*map(_name, arguments)]
 
         def with_gradients(*args: Any, **kwargs: Any) -> Any:
-            return apply(*args, *(kwargs[name] for name in names[len(args) :])) if kwargs else apply(*args)
+            if not kwargs:
+                return apply(*args)
+            if kwargs.keys() != set(names[len(args) :]):
+                return self.overload(*args, **kwargs)  # torch's error names the wrong or missing argument
+            return apply(*args, *(kwargs[name] for name in names[len(args) :]))
 
         self._in_grad_mode = with_gradients
 

@@ -33,6 +33,7 @@ class _Launch(NamedTuple):
     """Compiled kernel, ready to be launched.
 
     Attributes:
+        compiled: the kernel; the reference keeps it loaded, because Triton 3.9 unloads a kernel that is collected.
         run: launches the kernel; takes three sizes of the grid, stream, function, metadata, the hooks' metadata and the
             two hooks, and the kernel's arguments.
         function: handle of the kernel on its device.
@@ -40,6 +41,7 @@ class _Launch(NamedTuple):
         constants: values of the parameters that the call passes by keyword, in the order of the parameters.
     """
 
+    compiled: CompiledKernel
     run: Callable[..., None]
     function: Any
     metadata: Any
@@ -132,7 +134,7 @@ class Launcher:
 
     def _ready(self, compiled: CompiledKernel, given: int, named: dict[str, Any]) -> _Launch:
         constants = tuple(named.get(parameter.name, parameter.default) for parameter in self.kernel.params[given:])
-        return _Launch(compiled.run, compiled.function, compiled.packed_metadata, constants)
+        return _Launch(compiled, compiled.run, compiled.function, compiled.packed_metadata, constants)
 
     def _by_triton(self, grid: tuple[int, ...], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if given and isinstance(given[0], Tensor) and given[0].is_cuda:
@@ -181,6 +183,7 @@ def is_observed(kernel: Any) -> bool:
         or getattr(leave, "calls", leave)
         or kernel.pre_run_hooks
         or runtime.debug
+        or knobs.compilation.instrumentation_mode
         or runtime.add_stages_inspection_hook is not None
     )
 
@@ -188,7 +191,7 @@ def is_observed(kernel: Any) -> bool:
 def _run(
     launch: _Launch, grid: tuple[int, ...], device: int, addresses: tuple[int, ...], numbers: tuple[Any, ...]
 ) -> None:
-    run, function, metadata, constants = launch
+    _, run, function, metadata, constants = launch
     x, y, z = (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(device)
     run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
