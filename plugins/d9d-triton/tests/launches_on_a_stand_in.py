@@ -1,4 +1,4 @@
-"""Script of test_launcher.py: launches kernels on a stand-in of a GPU, and prints what was launched, as JSON."""
+"""Script of test_launcher.py: launches kernels on a stand-in of a GPU, and prints the launches as JSON."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Counted(launcher.Launcher):
 
 
 def expected(grid: tuple[int, ...], given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """What Triton itself launches."""
+    """Launch that Triton itself makes."""
     launches.clear()
     kernel[grid](*given, **named)
     return launches[-1]
