@@ -69,6 +69,15 @@ def swiglu() -> None:
             backward(swiglu(ones(4, 8, dtype=dtype), *weights, ones(8, features, dtype=dtype)))
 
 
+def low_rank_linear() -> None:
+    from d9d_triton.low_rank_linear import low_rank_linear
+
+    for dtype, rank in ((torch.bfloat16, 16), (torch.bfloat16, 64), (torch.float16, 5), (torch.float32, 8)):
+        for bias in (None, ones(300, dtype=dtype)):
+            layer = ones(300, 32, dtype=dtype), bias, ones(rank, 32, dtype=dtype), ones(300, rank, dtype=dtype)
+            backward(low_rank_linear(ones(6, 32, dtype=dtype), *([part] for part in layer), [2.0])[0])
+
+
 def rope() -> None:
     from d9d_triton.rope import rope
 
@@ -177,6 +186,7 @@ LAUNCHES: Mapping[str, Callable[[], None]] = {
     "add_rms_norm": add_rms_norm,
     "silu_mul": silu_mul,
     "swiglu": swiglu,
+    "low_rank_linear": low_rank_linear,
     "rope": rope,
     "normed_rope": normed_rope,
     "attention_inputs": attention_inputs,

@@ -30,6 +30,12 @@ class TestSwiglu(KernelSuite):
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
+@pytest.mark.thorough
+class TestLowRankLinear(KernelSuite):
+    target = "low_rank_linear.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
 @pytest.mark.full
 class TestRope(KernelSuite):
     target = "rope.triton"
@@ -93,6 +99,11 @@ class TestSiluMulOnCuda(TestSiluMul):
 
 @pytest.mark.gpu
 class TestSwigluOnCuda(TestSwiglu):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestLowRankLinearOnCuda(TestLowRankLinear):
     device = "cuda"
 
 

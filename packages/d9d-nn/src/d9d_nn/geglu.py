@@ -11,7 +11,7 @@ from d9d_core.kernel import OpSlot
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
-from d9d_nn.linear import Linear
+from d9d_nn.linear import Linear, outputs_of
 from d9d_nn.ops.gelu_mul import gelu_mul
 
 
@@ -42,6 +42,5 @@ class GeGLU(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [..., H] to the output [..., H] of the layer."""
-        gate = self.gate_proj(hidden)  # [..., I]
-        up = self.up_proj(hidden)  # [..., I]
+        gate, up = outputs_of(hidden, self.gate_proj, self.up_proj)  # [..., I] each
         return self.down_proj(self.gelu_mul(gate, up))  # type: ignore[no-any-return]  # [..., H]

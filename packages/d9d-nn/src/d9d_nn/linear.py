@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from d9d_core.deferral import Deferral
 from torch import Tensor, nn
@@ -62,6 +62,26 @@ class Linear(nn.Linear):
         self._lent = compute
         return True
 
+    @property
+    def joins(self) -> bool:
+        """Whether a call now may be computed together with calls of other layers on the same input.
+
+        See :func:`outputs_of`; a subclass that returns ``True`` overrides :meth:`together`.
+        """
+        return False
+
+    def together(self, rows: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+        """Outputs of layers that read the same input, each of which :attr:`joins`.
+
+        Args:
+            rows: [..., in_features].
+            layers: layers with the same ``in_features``.
+
+        Returns:
+            [..., out_features] for each layer.
+        """
+        return [layer(rows) for layer in layers]
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
         """Map [..., in_features] to [..., out_features]."""
         return self.multiply(input, self._deferral)
@@ -84,6 +104,25 @@ class Linear(nn.Linear):
         if deferral is None:
             return functional.linear(rows, self.weight, self.bias)
         return linear(rows, self.weight, self.bias, deferral)
+
+
+def outputs_of(rows: Tensor, *layers: Linear) -> list[Tensor]:
+    """Outputs of layers that read the same input.
+
+    Layers that a fine-tuning method changed may be computed together (:attr:`Linear.joins`).
+
+    Args:
+        rows: [..., in_features].
+        layers: layers with the same ``in_features``.
+
+    Returns:
+        [..., out_features] for each layer.
+    """
+    joined = [layer for layer in layers if layer.joins]
+    if len(joined) < 2:
+        return [layer(rows) for layer in layers]
+    together = iter(joined[0].together(rows, joined))
+    return [next(together) if layer in joined else layer(rows) for layer in layers]
 
 
 def is_plain(layer: Linear) -> bool:

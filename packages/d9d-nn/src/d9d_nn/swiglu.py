@@ -11,7 +11,7 @@ from d9d_core.kernel import OpSlot
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
-from d9d_nn.linear import Linear, is_plain
+from d9d_nn.linear import Linear, is_plain, outputs_of
 from d9d_nn.ops.silu_mul import silu_mul
 from d9d_nn.ops.swiglu import swiglu_slot
 from d9d_nn.ops.whole import in_one_op
@@ -51,8 +51,7 @@ class SwiGLU(nn.Module):
     @in_one_op("swiglu")
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [..., H] to the output [..., H] of the layer."""
-        gate = self.gate_proj(hidden)  # [..., I]
-        up = self.up_proj(hidden)  # [..., I]
+        gate, up = outputs_of(hidden, self.gate_proj, self.up_proj)  # [..., I] each
         return self.down_proj(self.silu_mul(gate, up))  # type: ignore[no-any-return]  # [..., H]
 
     def _projections(self) -> tuple[Linear, Linear, Linear]:

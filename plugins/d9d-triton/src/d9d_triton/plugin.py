@@ -74,6 +74,12 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "Projections, head norms and rotations; one product each for row and weight gradients.",
         ),
         (
+            "low_rank_linear",
+            "rules:joint",
+            "low_rank_linear:build",
+            "Linear layers with LoRA: products add in place; layers on the same input are computed together.",
+        ),
+        (
             "gated_delta_rule",
             "support:gated_delta_rule",
             "gated_delta_rule:build",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.attention.sinks import AttentionSinks
-from d9d_nn.linear import Linear, is_plain
+from d9d_nn.linear import Linear, is_plain, outputs_of
 from d9d_nn.ops.attention_inputs import attention_inputs_slot
 from d9d_nn.ops.normed_rope import normed_rope_slot
 from d9d_nn.ops.rope import rope
@@ -175,9 +175,10 @@ class GroupedQueryAttention(nn.Module):
 
     def _gated(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
         places = (*hidden.shape[:2], -1)
-        query, gate = self.q_proj(hidden).view(*places, 2 * self.head_dim).chunk(2, dim=-1)  # [B, S, N, D] each
-        key = self.k_proj(hidden).view(*places, self.head_dim)  # [B, S, K, D]
-        value = self.v_proj(hidden).view(*places, self.head_dim)  # [B, S, K, D]
+        of_query, of_key, of_value = outputs_of(hidden, *self._projections())
+        query, gate = of_query.view(*places, 2 * self.head_dim).chunk(2, dim=-1)  # [B, S, N, D] each
+        key = of_key.view(*places, self.head_dim)  # [B, S, K, D]
+        value = of_value.view(*places, self.head_dim)  # [B, S, K, D]
         query, key = self._placed(query, key, rotation)
         sinks = () if self.sinks is None else (self.sinks(),)  # [N]
         mixed = self.core(query, key, value, documents, *sinks) * gate.sigmoid()  # [B, S, N, D]
@@ -187,9 +188,10 @@ class GroupedQueryAttention(nn.Module):
     def _inputs(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values; queries and keys normalised and rotated."""
         heads = (*hidden.shape[:2], -1, self.head_dim)  # heads are counted by view: with tp, a rank has fewer
-        query = self.q_proj(hidden).view(heads)  # [B, S, N, D]
-        key = self.k_proj(hidden).view(heads)  # [B, S, K, D]
-        value = self.v_proj(hidden).view(heads)  # [B, S, K, D]
+        of_query, of_key, of_value = outputs_of(hidden, *self._projections())
+        query = of_query.view(heads)  # [B, S, N, D]
+        key = of_key.view(heads)  # [B, S, K, D]
+        value = of_value.view(heads)  # [B, S, K, D]
         return *self._placed(query, key, rotation), value
 
     @in_one_op("normed_rope")

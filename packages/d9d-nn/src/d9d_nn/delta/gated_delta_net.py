@@ -18,7 +18,7 @@ from torch.nn import functional
 from d9d_nn.delta.chain import ContextChain, head_ranks, joined, stacked
 from d9d_nn.delta.gates import MambaDecay
 from d9d_nn.delta.short_convolution import ShortConvolution
-from d9d_nn.linear import Linear
+from d9d_nn.linear import Linear, outputs_of
 from d9d_nn.ops.gated_delta_rule import chunked_from, counted, gated_delta_rule
 
 __all__ = ["GatedDeltaNet", "GatedRMSNorm"]
@@ -150,7 +150,7 @@ class GatedDeltaNet(nn.Module):
         documents = None if documents is None else counted(documents)
         decay = self.decay(self.decay_proj(hidden))  # [B, S, N]
         beta = self.beta_proj(hidden).sigmoid() * self._strength  # [B, S, N]
-        inputs = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        *inputs, gates = outputs_of(hidden, self.q_proj, self.k_proj, self.v_proj, self.gate_proj)
         layers, chain = (self.q_conv, self.k_conv, self.v_conv), self._chain
         if chain is None:
             parts = [layer(x, documents) for layer, x in zip(layers, inputs, strict=True)]
@@ -159,7 +159,7 @@ class GatedDeltaNet(nn.Module):
             parts = chain.convolve(layers, inputs, documents)
             tensors = (*self._heads(*parts), stacked(decay), stacked(beta))
             mixed = joined(chain.rule(self.gated_delta_rule_from, *tensors, documents))
-        gate = self.gate_proj(hidden).unflatten(-1, (-1, self.value_dim))  # [B, S, N, D_v]
+        gate = torch.unflatten(gates, -1, (-1, self.value_dim))  # [B, S, N, D_v]
         return self.o_proj(self.norm(mixed, gate).flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from d9d_core.kernel import OpSlot
 from d9d_core.model import TermKind
 from d9d_core.tensors import beside
-from d9d_nn.linear import Linear
+from d9d_nn.linear import Linear, has_hooks
+from d9d_nn.ops.deferred import as_autocast
+from d9d_nn.ops.low_rank_linear import low_rank_linear
 from torch import Tensor, nn
 
 from d9d_peft.lora.dropout import dropped, layout_dependence
@@ -62,12 +65,17 @@ class Adapted:
 
 
 class AdaptedLinear(Adapted):
-    """Mixin that adds LoRA to a linear layer; calls the layer's original forward and adds the update."""
+    """Mixin that adds LoRA to a linear layer; calls the layer's original forward and adds the update.
+
+    If a backend is bound to the op ``low_rank_linear``, it computes both, also for several layers on the same input
+    (:func:`d9d_nn.linear.outputs_of`).
+    """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
         f"{factor}.weight": (f"{factor}.weight", False) for factor in (LORA_A, LORA_B)
     }
     weight: nn.Parameter
+    bias: nn.Parameter | None
     in_features: int
     out_features: int
     training: bool
@@ -75,6 +83,7 @@ class AdaptedLinear(Adapted):
     lora_B: Up  # noqa: N815
     #: Index of this rank's part of the input features, and number of parts.
     lora_share: tuple[int, int]
+    lora_linear: OpSlot
 
     def lora_add(self, rank: int) -> None:
         """Add the factors A and B to the layer."""
@@ -82,6 +91,18 @@ class AdaptedLinear(Adapted):
             self.lora_A = Down(self.in_features, rank, std=0.0).to(self.weight.dtype)
             self.lora_B = Up(rank, self.out_features, std=0.0).to(self.weight.dtype)
         self.lora_share = (0, 1)
+        self.lora_linear = OpSlot(
+            "low_rank_linear", low_rank_linear, inputs=self.in_features, features=self.out_features, rank=rank
+        )
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slot of the op ``low_rank_linear``, if the layer only multiplies and adds an update of two products."""
+        plain = type(self).forward is AdaptedLinear.forward and type(self).lora_output is AdaptedLinear.lora_output
+        base: Any = self.lora_base
+        multiplies = base.forward in (nn.Linear.forward, Linear.forward)
+        multiplies &= getattr(base, "multiply", Linear.multiply) is Linear.multiply
+        replaced = any("forward" in vars(part) for part in (self, self.lora_A, self.lora_B))
+        return {"lora_linear": self.lora_linear} if plain and multiplies and not replaced else {}
 
     def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
         """Names of the factors A and B, each with its role in the layer; see :class:`d9d_core.model.HasLinearTerms`."""
@@ -91,8 +112,30 @@ class AdaptedLinear(Adapted):
         """Apply dropout only to this rank's part of the input features; see :class:`d9d_core.model.SharesInputs`."""
         self.lora_share = part, parts
 
+    @property
+    def joins(self) -> bool:
+        """Whether a backend of the op computes layer and update in a call now; see :func:`d9d_nn.linear.outputs_of`."""
+        if self.lora_linear.backend == "reference" or self.lora_off or (self.lora_dropout and self.training):
+            return False
+        parts: tuple[Any, ...] = self, self.lora_A, self.lora_B
+        return not any(has_hooks(part) or _lends_or_defers(part) for part in parts)
+
+    def together(self, rows: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
+        """Outputs [..., O] of layers that read the same rows [..., I], by the bound backend."""
+        outs: Sequence[Tensor] = self.lora_linear(
+            as_autocast(rows),
+            [as_autocast(layer.weight) for layer in layers],
+            [None if layer.bias is None else as_autocast(layer.bias) for layer in layers],
+            [as_autocast(layer.lora_A.weight) for layer in layers],
+            [as_autocast(layer.lora_B.weight) for layer in layers],
+            [layer.lora_scale for layer in layers],
+        )
+        return outs
+
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O]."""
+        if self.joins:
+            return self.together(x, [self])[0]
         own: Tensor = super().forward(x)  # type: ignore[misc]
         return own if self.lora_off else self.lora_output(own, x)
 
@@ -113,6 +156,11 @@ class AdaptedLinear(Adapted):
     def lora_merged(self, weight: Tensor) -> Tensor:
         """Weight [O, I] with the update added, in the same dtype."""
         return merged_weight(weight, self.lora_A.weight, self.lora_B.weight, self.lora_scale)
+
+
+def _lends_or_defers(layer: nn.Module) -> bool:
+    """Whether another function computes the layer's product, or a deferral its weight gradient."""
+    return isinstance(layer, Linear) and (layer.lends or layer.defers)
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

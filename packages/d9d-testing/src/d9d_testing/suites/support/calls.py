@@ -124,6 +124,25 @@ def silu_mul(*shape: int) -> Call:
     return Call(f"gate {list(shape)}", {"gate": draw(*shape, seed=0), "up": draw(*shape, seed=1)})
 
 
+def low_rank_linear(shape: Sequence[int], inputs: int, rank: int, features: Sequence[int], *, biased: bool) -> Call:
+    """Call of ``low_rank_linear`` with x [*shape, inputs] and one layer for each number of ``features``.
+
+    The first layer has a bias if ``biased``; ranks increase by one from layer to layer.
+    """
+    tensors = {"x": draw(*shape, inputs, seed=0)}
+    for place, count in enumerate(features):
+        tensors |= {
+            f"weight_{place}": draw(count, inputs, seed=4 * place + 1) / inputs**0.5,
+            f"down_{place}": draw(rank + place, inputs, seed=4 * place + 2) / inputs**0.5,
+            f"up_{place}": draw(count, rank + place, seed=4 * place + 3) / rank**0.5,
+        }
+    if biased:
+        tensors["bias_0"] = draw(features[0], seed=4 * len(features) + 1)
+    static = {"inputs": inputs, "features": features[0], "rank": rank}
+    name = f"x {[*shape, inputs]}, rank {rank}, features {list(features)}" + (", bias" if biased else "")
+    return Call(name, tensors, static)
+
+
 def swiglu(shape: Sequence[int], hidden: int, features: int) -> Call:
     """Call of ``swiglu`` with x [*shape, hidden], and weights that preserve the scale of activations."""
     inputs = {

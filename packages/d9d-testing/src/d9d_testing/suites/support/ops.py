@@ -176,6 +176,29 @@ def _silu_mul_at_random(random: Random) -> Call:
     return calls.silu_mul(*_leading(random), random.choice(_SIZES))
 
 
+def _low_rank_linears() -> Sequence[Call]:
+    return [
+        calls.low_rank_linear((2, 7), 16, 2, (24,), biased=False),
+        calls.low_rank_linear((130,), 24, 16, (32, 8, 8), biased=True),
+        calls.low_rank_linear((3,), 8, 1, (17, 300), biased=False),
+        calls.low_rank_linear((70,), 100, 70, (72,), biased=True),
+    ]
+
+
+def _low_rank_linear_at_random(random: Random) -> Call:
+    inputs, features = random.choice(_SIZES), [random.choice(_SIZES) for _ in range(random.randint(1, 3))]
+    rank, biased = random.randint(1, 20), random.random() < 0.5
+    return calls.low_rank_linear(_leading(random), inputs, rank, features, biased=biased)
+
+
+def _invoke_low_rank_linear(slot: OpSlot, call: Call) -> Tensor:
+    """Call the slot with the layers of a call; returns all outputs, concatenated."""
+    inputs, count = call.inputs, sum(name.startswith("weight_") for name in call.inputs)
+    names = ("weight", "bias", "down", "up")
+    layers = [[inputs.get(f"{name}_{place}") for place in range(count)] for name in names]
+    return torch.cat(slot(inputs["x"], *layers, [2.0 / (place + 1) for place in range(count)]), dim=-1)
+
+
 def _swiglus() -> Sequence[Call]:
     return [calls.swiglu(shape, 16, 24) for shape in ((3, 5), (), (7,), (2, 0))]
 
@@ -377,6 +400,12 @@ KNOWN_OPS: Mapping[str, Op] = {
         lambda: [calls.state_space_rule(*size) for size in _RULES],
         invoke_plainly,
         at_random=partial(_rule_at_random, make=calls.state_space_rule),
+    ),
+    "low_rank_linear": Op(
+        partial(_plain_slot, "low_rank_linear", "d9d_nn.ops.low_rank_linear:low_rank_linear"),
+        _low_rank_linears,
+        _invoke_low_rank_linear,
+        at_random=_low_rank_linear_at_random,
     ),
     "swiglu": Op(
         partial(_plain_slot, "swiglu", "d9d_nn.ops.swiglu:swiglu"),
