@@ -106,7 +106,13 @@ class Setting:
         """Name of the table: ``dense-2b-4k-random``."""
         length = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
         precision = [] if self.precision == "bfloat16" else [self.precision]
-        return "-".join([self.model, length, self.data, *precision, *(["lora"] if self.lora else [])])
+        more = [*(["lora"] if self.lora else []), *(["checkpointed"] if self._checkpoints_early else [])]
+        return "-".join([self.model, length, self.data, *precision, *more])
+
+    @property
+    def _checkpoints_early(self) -> bool:
+        """Whether activations are computed again at a length at which tables have no checkpointing by default."""
+        return self.checkpointed and self.length < CHECKPOINTED
 
     @property
     def width(self) -> int:

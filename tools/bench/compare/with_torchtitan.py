@@ -48,6 +48,8 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
         from torchtitan.models.llama4.infra.parallelize import apply_compile
         from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list  # the contender's own default
     except ImportError as error:
+        if error.name and not error.name.startswith("torchtitan"):
+            raise NotHereError(f"torchtitan needs {error.name}, which is not installed") from None
         raise NotHereError(f"torchtitan {versions['torchtitan']} has other names than 0.2: {error}") from None
     packed, name = setting.data == "packed", setting.model_values["name"]
     masked = packed or name == "gpt_oss"
