@@ -101,6 +101,34 @@ def test_a_convolution_is_torch_s_for_one_document() -> None:
     assert convolution.weight.abs().max() > 0.3
 
 
+def test_a_convolution_reads_no_position_of_another_document_and_none_at_the_end() -> None:
+    """Not even times zero, which a value that is not finite would survive."""
+    convolution, x = ShortConvolution(6, 4), torch.randn(1, 9, 6)
+    x[:, [3, 8]] = torch.inf
+    documents = (torch.arange(9) >= 4).long().unsqueeze(0)
+    assert convolution(x, None)[:, :3].isfinite().all()
+    assert convolution(x, documents)[:, 4:8].isfinite().all()
+
+
+@pytest.mark.thorough
+def test_a_compiled_convolution_keeps_no_float32_copies_of_its_input() -> None:
+    convolution, x = ShortConvolution(6, 4).bfloat16(), torch.randn(2, 32, 6, dtype=torch.bfloat16, requires_grad=True)
+    torch.compiler.reset()
+    # The backend partitions forward and backward as inductor does.
+    compiled = torch.compile(convolution, fullgraph=True, backend="aot_eager_decomp_partition")
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    documents = (torch.arange(32) >= 7).long().expand(2, -1)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compiled(x, documents)
+    assert any(tensor.shape == x.shape for tensor in kept)
+    assert all(tensor.numel() < x.numel() for tensor in kept if tensor.dtype == torch.float32)
+
+
 def test_negative_eigenvalues_double_the_strength() -> None:
     plain, wide = module(), module(negative_eigenvalues=True)
     strengths: list[Tensor] = []

@@ -49,12 +49,13 @@ class ShortConvolution(nn.Module):
         width, length = self.weight.shape[1], x.shape[1]
         dtype = torch.promote_types(x.dtype, torch.float32)
         wide, weight = x.to(dtype), self.weight.to(dtype)
-        out = wide * weight[:, -1]
+        out, place = wide * weight[:, -1], torch.arange(length, device=x.device)
         for distance in range(1, min(width, length)):
-            earlier = functional.pad(wide, (0, 0, distance, 0))[:, :length]
+            known = place >= distance
             if documents is not None:
-                same = documents[:, distance:] == documents[:, : length - distance]
-                earlier = earlier * functional.pad(same, (distance, 0)).unsqueeze(-1)
+                known = known & (documents == torch.roll(documents, distance, 1))
+            # Compiled, a padded copy would be kept for the backward, in float32; a rolled one is made again from x.
+            earlier = torch.where(known.unsqueeze(-1), torch.roll(wide, distance, 1), 0.0)
             out = out + earlier * weight[:, width - 1 - distance]
         if self.bias is not None:
             out = out + self.bias.to(dtype)
