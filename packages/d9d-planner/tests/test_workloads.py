@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import d9d_nn.plugin
 import pytest
 import yaml
 from d9d_core.config import PartConfig, ScheduleConfig
@@ -15,6 +16,8 @@ from d9d_core.cost import BlockCost, OptimizerCost, Share, StageCost, StrategyCo
 from d9d_core.data import SampleLengths
 from d9d_core.errors import BuildError, JobError
 from d9d_core.job_file.job import Mesh
+from d9d_core.plugin import KernelSpec, Ref
+from d9d_core.registry.registry import Registry
 from d9d_planner import command, options, report, search
 from d9d_planner import workload as module
 from d9d_planner.costs.update import Updates
@@ -125,6 +128,23 @@ def test_widths_are_those_of_parameters_gradients_and_computation(
     made = Case(monkeypatch, precision=precision, gradients=SimpleNamespace(accumulate=accumulate)).make()
     found = made.parameter_width, made.gradient_width, made.compute_width(StrategyCost(compute_width=compute))
     assert found == widths
+
+
+def test_costs_are_told_which_backend_a_job_would_use_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(monkeypatch, kernels={"swiglu": "fastest", "rope": [SimpleNamespace(match=["a"], backend="b")]})
+    case.lengths["data"] = lengths(16, 16)
+    known = Registry.of(d9d_nn.plugin)
+    broken = KernelSpec(name="broken", summary="Fails.", op="silu_mul", supports=Ref("no_such_module:supports"), build=Ref("a:b"))
+    entries = {"silu_mul": [*known.kernels("silu_mul"), SimpleNamespace(spec=broken)]}
+    registry = SimpleNamespace(find=case.make().registry.find, kernels=lambda op: entries.get(op, []))
+    made = Workload(cast("Any", case.job), cast("Any", registry), {})
+    made.stages(layout(), 80 * GIB)
+    ((_, share),) = case.shares
+    assert share.backend("silu_mul", {}) == "reference"
+    assert replace(share, compiled=True).backend("silu_mul", {}) == "recomputed"
+    assert share.backend("swiglu", {}) == "fastest"
+    assert share.backend("rope", {}) == "reference"
+    assert Share(1, 1).backend("swiglu", {}) == "reference"
 
 
 def test_an_entry_for_a_part_of_a_model_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:

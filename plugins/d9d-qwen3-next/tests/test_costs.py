@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from d9d_core.cost import Exchange, OpCost, Share
 from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature
 from d9d_core.model import Stage
 from d9d_nn.costs import silu_mul
 from d9d_qwen3.costs import feed_forward
@@ -70,6 +71,26 @@ def test_the_rule_computes_on_values_with_the_features_of_a_key_under_context_pa
         assert rule.backward_flops == 2 * rule.flops
         assert rule.kept == 4 * rule.rows * HEADS * (10 * 8 + 7 * of_value + 7 * 64 + 8 * (8 + 2 * of_value) / 64)
         assert (rule.traffic, rule.backward_traffic) == (2 * rule.kept, 4 * rule.kept)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_kernel_of_the_rule_keeps_inverses_of_chunks_and_no_intermediates(context: int) -> None:
+    asked: list[OpSignature] = []
+
+    def chosen(signature: OpSignature) -> str:
+        asked.append(signature)
+        return "triton"
+
+    rule, plain = (ops_of(context=context, **more)["gated delta rule"] for more in ({"kernels": chosen}, {}))
+    of_value, rows = 12 if context == 1 else 20, TOKENS / context * HEADS
+    assert rule.kept == rows * (2 * 65 + 4) + (0 if context == 1 else rows * 6 * of_value)
+    assert (rule.traffic, rule.backward_traffic) == tuple(2 * rows * (8 + of_value) * passes for passes in (16, 52))
+    assert (rule.flops, rule.weights) == (plain.flops, plain.weights)
+    facts = {"key_heads": 1, "value_heads": HEADS, "key_dim": 8, "value_dim": of_value}
+    op = "gated_delta_rule" if context == 1 else "gated_delta_rule_from"
+    assert asked == [OpSignature(op, "cuda", "bfloat16", facts)]
+    for backend in ("reference", "chunked"):
+        assert ops_of(context=context, kernels=lambda _, name=backend: name)["gated delta rule"] == plain
 
 
 def test_ranks_of_context_parallelism_exchange_ends_of_convolutions_and_states() -> None:

@@ -6,11 +6,12 @@ kept for the backward. All numbers hold for one rank and one microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from d9d_core.kernel import OpSignature
 from d9d_core.schedule import Program
 
 __all__ = [
@@ -36,6 +37,7 @@ class Share:
         width: bytes per element of the activations.
         compiled: whether blocks are compiled, so that elementwise ops are fused.
         memory: bytes of device memory, for ops that keep more if there is more memory.
+        kernels: function that returns the name of the backend that a job would use for an op, see :meth:`backend`.
     """
 
     samples: int
@@ -46,6 +48,19 @@ class Share:
     width: int = 2
     compiled: bool = False
     memory: float = 80 * 2**30
+    kernels: Callable[[OpSignature], str] | None = field(default=None, compare=False)
+
+    def backend(self, op: str, static: Mapping[str, Any]) -> str:
+        """Name of the backend that a job would use for an op; ``reference`` for the op's reference, or if unknown.
+
+        Args:
+            op: name of the op.
+            static: static facts of its slot, see :attr:`d9d_core.kernel.OpSignature.static`.
+        """
+        if self.kernels is None:
+            return "reference"
+        dtype = {2: "bfloat16", 4: "float32"}.get(self.width, "float32")
+        return self.kernels(OpSignature(op, "cuda", dtype, static, self.compiled))
 
     @property
     def tokens(self) -> float:

@@ -11,15 +11,17 @@ from typing import Any
 
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config import PartConfig, PluginConfig, ScheduleConfig
+from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.cost import AdapterCosts, OptimizerCost, Share, Simulate, StageCost, StrategyCost
 from d9d_core.data import sample_lengths
 from d9d_core.errors import BuildError, JobError
 from d9d_core.job_file.inner import choose
 from d9d_core.job_file.job import JobConfig, Mesh
+from d9d_core.kernel import Decision, OpSignature
 from d9d_core.model import Stage
-from d9d_core.plugin import ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
+from d9d_core.plugin import KernelSpec, ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
 from d9d_core.program.validation import placement
-from d9d_core.registry.registry import Registry
+from d9d_core.registry.registry import REFERENCE, Registry
 from d9d_core.schedule import Program
 from d9d_engine.costs.tuning import adapter_costs, tuned
 
@@ -64,6 +66,7 @@ class Workload:
         self._rhythms: dict[Any, tuple[list[int], list[list[Moment]]]] = {}
         self._effects: dict[tuple[int, ...], tuple[tuple[PluginConfig, ...], StrategyCost]] = {}
         self._groups: dict[Mesh, DataGroups] = {}
+        self._backends: dict[tuple[str, str, bool, str], str] = {}
         self.tallies: dict[Any, Any] = {}
 
     @cached_property
@@ -207,6 +210,7 @@ class Workload:
             self.compute_width(effect),
             effect.compiled,
             memory,
+            self._backend,
         )
         count = count or len(self.hosts(layout))
         given = layout.pipeline.layers if isinstance(layout.pipeline, ScheduleConfig) else None
@@ -222,6 +226,19 @@ class Workload:
             # Stages that differ only in layer names become one object, so that comparisons are cheap.
             self._stages[key] = [same.setdefault(cost, cost) for cost in map(_unnamed, costs)]
         return self._stages[key]
+
+    def _backend(self, signature: OpSignature) -> str:
+        """Name of the backend that the job would use for an op, if its GPUs satisfy the requirements of all plugins."""
+        request = self.job.kernels.get(signature.op)
+        if isinstance(request, str):
+            return request
+        key = signature.op, signature.dtype, signature.compiled, repr(sorted(signature.static.items()))
+        if key not in self._backends:
+            specs = [entry.spec for entry in self.registry.kernels(signature.op) if isinstance(entry.spec, KernelSpec)]
+            answers = [(_asked(spec, signature), spec.name) for spec in specs]
+            accepted = [(one.priority, name) for one, name in answers if one.accept and one.priority > 0]
+            self._backends[key] = max(accepted, default=(0, REFERENCE))[1]
+        return self._backends[key]
 
     def programs(self, layout: Layout, microbatches: int) -> Sequence[Program]:
         """Programs of all pipeline ranks for a number of microbatches, without validation.
@@ -277,6 +294,15 @@ class Workload:
 def steady(ranks: int) -> int:
     """Number of microbatches after which each rank's actions repeat."""
     return 2 * ranks
+
+
+def _asked(spec: KernelSpec, signature: OpSignature) -> Decision:
+    """Answer of a backend; a refusal if the plugin fails."""
+    try:
+        answer: object = spec.supports.load()(signature)
+    except FOREIGN_FAILURES as error:
+        return Decision(False, repr(error))
+    return answer if isinstance(answer, Decision) else Decision(False, "returned no Decision")
 
 
 def _unnamed(cost: StageCost) -> StageCost:

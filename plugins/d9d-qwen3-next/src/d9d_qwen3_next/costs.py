@@ -22,6 +22,11 @@ from d9d_qwen3_next.config import AnyConfig, HybridConfig, Qwen3NextConfig
 _FLOAT32 = 4
 #: Number of positions of a chunk of the gated delta rule, see :data:`d9d_nn.ops.gated_delta_rule.CHUNK`.
 _CHUNK = 64
+#: Backends of the gated delta rule that are written in PyTorch, with float32 intermediates that autograd keeps.
+_IN_PYTORCH = frozenset({"reference", "chunked"})
+#: Passes over a key and a value of each position and head that take as long as the forward and the backward of kernels:
+#: 1.03 and 3.30 ms for 16,384 positions and 32 heads of 128 features (``triton`` on an H200).
+_PASSES_OF_KERNELS = (16, 52)
 
 
 def stage_cost(config: AnyConfig, stage: Stage, share: Share) -> StageCost:
@@ -51,11 +56,7 @@ def _mixer(config: HybridConfig, layer: int, share: Share) -> MixerCost:
 
 
 def _gated_delta_net(config: HybridConfig, share: Share) -> MixerCost:
-    """Cost of Gated DeltaNet on one rank, with the rule in plain PyTorch, in chunks, with float32 intermediates.
-
-    The cost is an upper bound for kernels such as ``triton`` of d9d-triton, which take less time and memory. Their
-    cost is not described, because a cost does not know which kernels are chosen.
-    """
+    """Cost of Gated DeltaNet on one rank."""
     tokens, width, tp, hidden = share.tokens, share.width, share.tensor, config.hidden_size
     keys, values = config.key_features // tp, config.linear_value_features // tp
     heads, positions = config.linear_num_value_heads // tp, config.linear_conv_kernel_dim
@@ -100,19 +101,30 @@ def _gated_delta_net(config: HybridConfig, share: Share) -> MixerCost:
 
 
 def _rule(config: HybridConfig, share: Share, heads: int) -> OpCost:
-    """Cost of the gated delta rule in chunks; with ``cp``, values have a key's features in addition to their own."""
-    of_key = config.linear_key_head_dim
+    """Cost of the gated delta rule; with ``cp``, values have a key's features in addition to their own."""
+    of_key, keys = config.linear_key_head_dim, config.linear_num_key_heads // share.tensor
     of_value = config.linear_value_head_dim + (of_key if share.context > 1 else 0)
     # For each position: products with the keys of its chunk, products that read or update states, and a triangular
     # system. For each chunk: a product of the last state.
     products = _CHUNK * (2 * of_key + of_value) + of_key * (3 * of_value + of_key) + of_key**2 * of_value / _CHUNK
     flops = 2 * products + _CHUNK * (of_key + of_value)
-    # Numbers per position and head that autograd keeps, as counted for heads of 128 features.
-    numbers = 10 * of_key + 7 * of_value + 7 * _CHUNK + of_key * (of_key + 2 * of_value) / _CHUNK
-    kept = _FLOAT32 * share.tokens * heads * numbers
+    rows = share.tokens * heads
+    op = "gated_delta_rule" if share.context == 1 else "gated_delta_rule_from"
+    facts = {"key_heads": keys, "value_heads": heads, "key_dim": of_key, "value_dim": of_value}
+    if share.backend(op, facts) in _IN_PYTORCH:
+        # Numbers per position and head that autograd keeps, as counted for heads of 128 features; all are float32.
+        numbers = 10 * of_key + 7 * of_value + 7 * _CHUNK + of_key * (of_key + 2 * of_value) / _CHUNK
+        kept = _FLOAT32 * rows * numbers
+        traffic, backward = 2 * kept, 4 * kept
+    else:
+        # The inverse of a chunk, decay and strength; with cp also float32 outputs and the extended values.
+        kept = rows * (share.width * (_CHUNK + 1) + _FLOAT32)
+        if share.context > 1:
+            kept += rows * (_FLOAT32 + share.width) * of_value
+        traffic, backward = (passes * share.width * rows * (of_key + of_value) for passes in _PASSES_OF_KERNELS)
     weights = tuple(Weight(f"attention.decay.{name}", (heads,), cut=0) for name in ("A_log", "dt_bias"))
-    total = share.tokens * heads * flops
-    return OpCost("gated delta rule", "product", total, 2 * total, 2 * kept, 4 * kept, kept, share.tokens, weights)
+    total = rows * flops
+    return OpCost("gated delta rule", "product", total, 2 * total, traffic, backward, kept, share.tokens, weights)
 
 
 def _experts(config: Qwen3NextConfig, layer: int, share: Share) -> FeedForwardCost:
