@@ -21,7 +21,7 @@ def asked(
     ("op", "compiled"),
     [
         ("rms_norm", 0), ("add_rms_norm", 20), ("silu_mul", 0), ("swiglu", 20), ("rope", 0), ("normed_rope", 20),
-        ("attention_inputs", 20), ("permute", 0), ("unpermute", 0),
+        ("attention_inputs", 20), ("low_rank_linear", 20), ("permute", 0), ("unpermute", 0),
     ],
 )  # fmt: skip
 def test_kernels_of_layers_are_chosen_in_eager_code_and_where_they_win_in_compiled_code(op: str, compiled: int) -> None:
@@ -30,7 +30,7 @@ def test_kernels_of_layers_are_chosen_in_eager_code_and_where_they_win_in_compil
     assert asked(rules.by_rule, op, compiled=True) == (True, *rules.RULES[op].compiled)
     assert rules.RULES[op].compiled[0] == compiled
     assert ("used only if the job names it" in rules.RULES[op].compiled[1]) == (compiled == 0)
-    assert len(rules.RULES) == 9
+    assert len(rules.RULES) == 10
 
 
 def test_a_norm_has_rows_that_fit_into_a_program() -> None:
