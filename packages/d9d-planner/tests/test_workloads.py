@@ -134,7 +134,9 @@ def test_costs_are_told_which_backend_a_job_would_use_on_gpus(monkeypatch: pytes
     case = Case(monkeypatch, kernels={"swiglu": "fastest", "rope": [SimpleNamespace(match=["a"], backend="b")]})
     case.lengths["data"] = lengths(16, 16)
     known = Registry.of(d9d_nn.plugin)
-    broken = KernelSpec(name="broken", summary="Fails.", op="silu_mul", supports=Ref("no_such_module:supports"), build=Ref("a:b"))
+    broken = KernelSpec(
+        name="broken", summary="Fails.", op="silu_mul", supports=Ref("no_such_module:supports"), build=Ref("a:b")
+    )
     entries = {"silu_mul": [*known.kernels("silu_mul"), SimpleNamespace(spec=broken)]}
     registry = SimpleNamespace(find=case.make().registry.find, kernels=lambda op: entries.get(op, []))
     made = Workload(cast("Any", case.job), cast("Any", registry), {})

@@ -211,6 +211,33 @@ def test_only_layers_that_multiply_and_add_have_the_slot(
     assert module.gate_proj.op_slots()
 
 
+def test_a_strategy_that_replaces_the_product_of_adapted_layers_takes_their_slot() -> None:
+    convert = pytest.importorskip("d9d_fp8.linear").Float8
+    module = adapted(swiglu)
+    layer = module.up_proj
+    layer.__class__ = type("Float8Lora", (convert, type(layer)), {})
+    assert not layer.op_slots()
+    assert module.gate_proj.op_slots()
+
+
+def test_layers_with_different_backends_are_computed_by_their_own() -> None:
+    module = adapted(swiglu)
+    expected = step(module)
+    first, second = Recorded(), Recorded()
+    module.gate_proj.lora_linear.bind("first", first)
+    module.up_proj.lora_linear.bind("second", second)
+    assert_close_gradients(step(module), expected)
+    assert (first.calls, second.calls) == ([[12]], [[12]])
+
+
+def test_a_projection_of_another_library_is_called_as_it_is() -> None:
+    module = adapted(swiglu)
+    module.up_proj = nn.Linear(8, 12, bias=False)
+    recorded = bind(module)
+    step(module)
+    assert recorded.calls == [[12], [8]]
+
+
 def test_other_methods_have_no_slot() -> None:
     module = swiglu()
     Dora(DoraConfig(r=2)).inject(module)

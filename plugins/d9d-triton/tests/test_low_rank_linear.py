@@ -76,6 +76,15 @@ def test_only_gradients_that_are_needed_are_computed(trained: str) -> None:
     assert_close_gradients(found, results(reference, tensors))
 
 
+def test_a_second_derivative_is_an_error() -> None:
+    tensors = layers(4, 8, (6,), 2)
+    groups = [[tensors[f"{name} 0"]] for name in ("weight", "bias", "down", "up")]
+    (out,) = low_rank_linear(tensors["x"], *groups, [1.0])  # type: ignore[arg-type]
+    (grad,) = torch.autograd.grad(out.square().sum(), tensors["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="low_rank_linear_backward.default has no gradient formula"):
+        grad.sum().backward()
+
+
 def test_tensors_of_several_dtypes_are_refused() -> None:
     tensors = layers(4, 8, (6,), 2)
     tensors["up 0"] = tensors["up 0"].double()

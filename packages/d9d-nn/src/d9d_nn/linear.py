@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from d9d_core.deferral import Deferral
 from torch import Tensor, nn
@@ -106,19 +107,20 @@ class Linear(nn.Linear):
         return linear(rows, self.weight, self.bias, deferral)
 
 
-def outputs_of(rows: Tensor, *layers: Linear) -> list[Tensor]:
+def outputs_of(rows: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Outputs of layers that read the same input.
 
     Layers that a fine-tuning method changed may be computed together (:attr:`Linear.joins`).
 
     Args:
         rows: [..., in_features].
-        layers: layers with the same ``in_features``.
+        layers: linear layers with the same ``in_features``, of any class.
 
     Returns:
         [..., out_features] for each layer.
     """
-    joined = [layer for layer in layers if layer.joins]
+    # Layers of other libraries, which stand in for a projection, have no `joins`.
+    joined: list[Any] = [layer for layer in layers if getattr(layer, "joins", False)]
     if len(joined) < 2:
         return [layer(rows) for layer in layers]
     together = iter(joined[0].together(rows, joined))

@@ -231,7 +231,7 @@ class _LowRankLinear(torch.autograd.Function):
         weights, downs, ups = tensors[:count], tensors[count : 2 * count], tensors[2 * count : 3 * count]
         known = iter(tensors[3 * count :])
         biases, down = [next(known) if has else None for has in biased], _stacked(downs)
-        low, *outs = multiply_layers.overload(x, list(weights), biases, down, list(ups), list(scales))
+        low, *outs = multiply_layers(x, list(weights), biases, down, list(ups), list(scales))
         ctx.save_for_backward(x, low, down, *weights, *ups)
         ctx.scales, ctx.biased = scales, biased
         return tuple(outs)
@@ -243,9 +243,7 @@ class _LowRankLinear(torch.autograd.Function):
         weights, ups = tensors[:count], tensors[count:]
         of_x, _, _, *needed = ctx.needs_input_grad
         wanted = [needed[count * place : count * (place + 1)] for place in range(3)]
-        of_rows, of_low, *of_ups = differentiate_layers.overload(
-            list(grads), low, weights, down, ups, list(ctx.scales), of_x
-        )
+        of_rows, of_low, *of_ups = differentiate_layers(list(grads), low, weights, down, ups, list(ctx.scales), of_x)
         # Outside of the operator: if the compiler recomputes x, it can do so in one pass with what x came from.
         of_downs = torch.split(of_low.t().mm(x), [up.shape[1] for up in ups]) if any(wanted[1]) else [None] * count
         biased = [grad for grad, has in zip(grads, ctx.biased, strict=True) if has]

@@ -100,7 +100,8 @@ class AdaptedLinear(Adapted):
         plain = type(self).forward is AdaptedLinear.forward and type(self).lora_output is AdaptedLinear.lora_output
         base: Any = self.lora_base
         multiplies = base.forward in (nn.Linear.forward, Linear.forward)
-        multiplies &= getattr(base, "multiply", Linear.multiply) is Linear.multiply
+        # A strategy such as fp8 may have replaced the product before or after the layer was adapted.
+        multiplies &= getattr(type(self), "multiply", Linear.multiply) is Linear.multiply
         replaced = any("forward" in vars(part) for part in (self, self.lora_A, self.lora_B))
         return {"lora_linear": self.lora_linear} if plain and multiplies and not replaced else {}
 
@@ -122,6 +123,8 @@ class AdaptedLinear(Adapted):
 
     def together(self, rows: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
         """Outputs [..., O] of layers that read the same rows [..., I], by the bound backend."""
+        if any(layer.lora_linear.backend != self.lora_linear.backend for layer in layers):
+            return [layer(rows) for layer in layers]
         outs: Sequence[Tensor] = self.lora_linear(
             as_autocast(rows),
             [as_autocast(layer.weight) for layer in layers],
