@@ -49,6 +49,11 @@ class Attention(nn.Module):
         out: Tensor = self.layer(x, self.rotary(torch.arange(x.shape[1]).unsqueeze(0)), None)
         return out
 
+    @classmethod
+    def biased(cls) -> Attention:
+        """Layer whose projections of queries and values have biases."""
+        return cls(biases=("q_proj", "v_proj"))
+
 
 class DeltaNet(nn.Module):
     """Gated DeltaNet without documents."""
@@ -68,7 +73,7 @@ LAYERS: Mapping[str, tuple[Callable[[], nn.Module], list[list[int]]]] = {
     "swiglu": (lambda: SwiGLU(8, 12, std=0.5, output_std=0.5), [[12, 12], [8]]),
     "geglu": (lambda: GeGLU(8, 12, std=0.5, output_std=0.5), [[12, 12], [8]]),
     "attention": (Attention, [[8, 4, 4], [8]]),
-    "attention with biases": (lambda: Attention(biases=("q_proj", "v_proj")), [[8, 4, 4], [8]]),
+    "attention with biases": (Attention.biased, [[8, 4, 4], [8]]),
     "attention with gate": (lambda: Attention(output_gate=True), [[16, 4, 4], [8]]),
     "delta net": (DeltaNet, [[2], [2], [4, 4, 6, 6], [8]]),
 }
@@ -116,6 +121,15 @@ def test_layers_on_the_same_input_are_computed_in_one_call(name: str) -> None:
     recorded = bind(module)
     assert_close_gradients(step(module), expected)
     assert recorded.calls == calls
+
+
+def test_each_layer_has_its_own_rank_and_scale() -> None:
+    patterns = {"rank_pattern": {"*up_proj": 4}, "alpha_pattern": {"*up_proj": 1.5}}
+    module = adapted(swiglu, LoraConfig(r=2, alpha=3, **patterns))  # type: ignore[arg-type]
+    expected = step(module)
+    recorded = bind(module)
+    assert_close_gradients(step(module), expected)
+    assert recorded.calls == [[12, 12], [8]]
 
 
 def test_layers_without_an_update_are_computed_alone() -> None:
@@ -185,8 +199,14 @@ class Halved(Linear):
         return super().multiply(rows, deferral) / 2
 
 
-def replace_forward(module: Any) -> None:
-    module.up_proj.lora_A.forward = lambda rows: rows[..., :2]
+def replaced(path: str) -> Callable[[Any], None]:
+    """Function that gives a module inside of a layer a forward of its own."""
+
+    def replace_forward(module: Any) -> None:
+        part = module.up_proj.get_submodule(path)
+        part.forward = part.forward
+
+    return replace_forward
 
 
 def halve(module: Any) -> None:
@@ -194,7 +214,9 @@ def halve(module: Any) -> None:
 
 
 @pytest.mark.parametrize("before", [None, halve], ids=["plain", "own product"])
-@pytest.mark.parametrize("after", [None, replace_forward], ids=["plain", "own forward of A"])
+@pytest.mark.parametrize(
+    "after", [None, replaced(""), replaced("lora_A"), replaced("lora_B")], ids=["plain", "layer", "A", "B"]
+)
 def test_only_layers_that_multiply_and_add_have_the_slot(
     before: Callable[[Any], None] | None, after: Callable[[Any], None] | None
 ) -> None:
@@ -249,7 +271,7 @@ def test_other_methods_have_no_slot() -> None:
 
 
 def test_under_autocast_the_op_gets_tensors_of_one_dtype() -> None:
-    module = adapted(swiglu)
+    module = adapted(Attention.biased)
     found: list[torch.dtype] = []
 
     def backend(x: Tensor, *groups: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -260,5 +282,5 @@ def test_under_autocast_the_op_gets_tensors_of_one_dtype() -> None:
         if hasattr(layer, "lora_linear"):
             layer.lora_linear.bind("backend", backend)
     with torch.autocast("cpu", torch.bfloat16):
-        module(torch.randn(2, 8))
+        module(torch.randn(1, 2, 8))
     assert set(found) == {torch.bfloat16}

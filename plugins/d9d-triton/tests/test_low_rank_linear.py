@@ -26,11 +26,17 @@ def normal(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def layers(
-    rows: int, inputs: int, features: Sequence[int], rank: int, dtype: torch.dtype = torch.float32
+    rows: int,
+    inputs: int,
+    features: Sequence[int],
+    ranks: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    biased: int = 0,
 ) -> dict[str, Tensor]:
-    """Tensors of layers on the same input, which all need gradients; the first layer has a bias."""
-    found = {"x": normal(rows, inputs, seed=0, dtype=dtype), "bias 0": normal(features[0], seed=1, dtype=dtype)}
-    for place, count in enumerate(features):
+    """Tensors of layers on the same input, which all need gradients; the layer with index ``biased`` has a bias."""
+    found = {"x": normal(rows, inputs, seed=0, dtype=dtype)}
+    found[f"bias {biased}"] = normal(features[biased], seed=1, dtype=dtype)
+    for place, (count, rank) in enumerate(zip(features, ranks, strict=True)):
         shapes = {"weight": (count, inputs), "down": (rank, inputs), "up": (count, rank)}
         for seed, (name, shape) in enumerate(shapes.items()):
             drawn = normal(*shape, seed=3 * place + seed + 2, dtype=dtype).detach() / shape[1] ** 0.5
@@ -54,21 +60,58 @@ def results(op: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found | {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-@pytest.mark.parametrize("rank", [3, 64, 65], ids=["small", "largest in one kernel", "by two products"])
-def test_gradients_are_those_of_the_reference_for_every_rank(rank: int) -> None:
-    tensors = layers(70, 72, (80, 66), rank)
+@pytest.mark.parametrize(
+    ("rows", "features", "ranks", "biased"),
+    [
+        (70, (80, 66), (3, 3), 0),
+        (70, (80, 66), (32, 33), 1),
+        (530, (20, 8), (4, 5), 1),  # several tiles of a program
+        (9, (6, 5), (130, 129), 1),
+        (9, (6, 5), (3, 129), 0),
+        (0, (6, 5), (2, 3), 1),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_the_reference_for_every_rank(
+    rows: int, features: Sequence[int], ranks: Sequence[int], biased: int
+) -> None:
+    tensors = layers(rows, 144, features, ranks, biased=biased)
     assert_close_gradients(results(low_rank_linear, tensors), results(reference, tensors))
 
 
+@pytest.mark.parametrize("rank", [8, 33])
+def test_products_are_scaled_before_they_are_rounded_to_float16(rank: int) -> None:
+    x, weight = torch.ones(2, 4, device=DEVICE), torch.zeros(64, 4, device=DEVICE)
+    down, up = torch.zeros(rank, 4, device=DEVICE), torch.full((64, rank), 30.0, device=DEVICE)
+    narrow = [tensor.half().requires_grad_() for tensor in (x, weight, down, up)]
+    rows, *others = narrow
+    (out,) = low_rank_linear(rows, [others[0]], [None], [others[1]], [others[2]], [1 / 16])
+    out.backward(torch.full_like(out, 100.0))  # the sum before scaling is 192,000, more than float16 holds
+    assert others[1].grad is not None
+    assert torch.equal(others[1].grad, torch.full_like(down, 24_000.0).half())
+
+
+def test_an_input_that_was_changed_after_the_forward_is_noticed() -> None:
+    for name in ("x", "weight 0", "up 0"):
+        tensors = layers(9, 8, (6,), (2,))
+        changed = {**tensors, name: tensors[name] * 1}
+        groups = [[changed[f"{part} 0"]] for part in ("weight", "bias", "down", "up")]
+        (out,) = low_rank_linear(changed["x"], *groups, [2.0])  # type: ignore[arg-type]
+        with torch.no_grad():
+            changed[name].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
 def test_two_calls_give_the_same_bits() -> None:
-    tensors = layers(300, 24, (20, 8), 4)
+    tensors = layers(300, 24, (20, 8), (4, 4))
     first, again = results(low_rank_linear, tensors), results(low_rank_linear, tensors)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.mark.parametrize("trained", ["x", "down 1", "up 0", "weight 0", "bias 0"])
 def test_only_gradients_that_are_needed_are_computed(trained: str) -> None:
-    tensors = layers(9, 8, (6, 5), 2)
+    tensors = layers(9, 8, (6, 5), (2, 2))
     for name, tensor in tensors.items():
         tensor.requires_grad_(name == trained)
     found = results(low_rank_linear, tensors)
@@ -77,7 +120,7 @@ def test_only_gradients_that_are_needed_are_computed(trained: str) -> None:
 
 
 def test_a_second_derivative_is_an_error() -> None:
-    tensors = layers(4, 8, (6,), 2)
+    tensors = layers(4, 8, (6,), (2,))
     groups = [[tensors[f"{name} 0"]] for name in ("weight", "bias", "down", "up")]
     (out,) = low_rank_linear(tensors["x"], *groups, [1.0])  # type: ignore[arg-type]
     (grad,) = torch.autograd.grad(out.square().sum(), tensors["x"], create_graph=True)
@@ -86,9 +129,19 @@ def test_a_second_derivative_is_an_error() -> None:
 
 
 def test_tensors_of_several_dtypes_are_refused() -> None:
-    tensors = layers(4, 8, (6,), 2)
+    tensors = layers(4, 8, (6,), (2,))
     tensors["up 0"] = tensors["up 0"].double()
     with pytest.raises(TypeError, match=r"of one dtype, not torch\.float32, torch\.float64"):
+        results(low_rank_linear, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("bias 0", (3,)), ("bias 0", (1,)), ("down 1", (3, 8)), ("up 1", (5, 3)), ("weight 1", (4, 8))]
+)
+def test_shapes_that_do_not_fit_are_refused(name: str, shape: Sequence[int]) -> None:
+    tensors = layers(4, 8, (6, 5), (2, 2))
+    tensors[name] = torch.ones(shape, device=DEVICE)
+    with pytest.raises(ValueError, match=r"must have the shapes \[\.\.\., I\], \[O, I\], \[O\], \[r, I\] and \[O, r\]"):
         results(low_rank_linear, tensors)
 
 
@@ -110,7 +163,7 @@ def test_a_small_update_is_not_rounded_away() -> None:
 
 
 def test_torch_accepts_the_operators() -> None:
-    tensors = {name: tensor.detach() for name, tensor in layers(5, 8, (6, 7), 2).items()}
+    tensors = {name: tensor.detach() for name, tensor in layers(5, 8, (6, 7), (2, 2)).items()}
     weights, ups = ([tensors[f"{name} {place}"] for place in (0, 1)] for name in ("weight", "up"))
     x, down, scales = tensors["x"], torch.cat([tensors["down 0"], tensors["down 1"]]), SCALES[:2]
     torch.library.opcheck(multiply_layers.overload, (x, weights, [tensors["bias 0"], None], down, ups, scales))
@@ -160,7 +213,7 @@ def test_jobs_on_a_gpu_use_it_unless_blocks_are_checkpointed(compiled: bool, che
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rank", [8, 16, 64])
 def test_on_a_gpu_values_and_gradients_of_large_layers_agree_with_float64(dtype: torch.dtype, rank: int) -> None:
-    tensors = layers(2500, 1024, (2048, 520, 520), rank, dtype)
+    tensors = layers(2500, 1024, (2048, 520, 520), (rank,) * 3, dtype)
     exact = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
     assert_close_gradients(results(low_rank_linear, tensors), results(reference, exact), TOLERANCES[dtype])
 
@@ -169,7 +222,7 @@ def test_on_a_gpu_values_and_gradients_of_large_layers_agree_with_float64(dtype:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_the_host_never_waits() -> None:
-    tensors = layers(300, 64, (128, 96), 16, torch.bfloat16)
+    tensors = layers(300, 64, (128, 96), (16, 16), torch.bfloat16)
     groups = [[tensors.get(f"{name} {place}") for place in (0, 1)] for name in ("weight", "bias", "down", "up")]
 
     def step() -> None:

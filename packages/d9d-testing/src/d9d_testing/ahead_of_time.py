@@ -73,7 +73,9 @@ def _functions(package: str) -> Iterator[Any]:
     root = importlib.import_module(package)
     names = [found.name for found in pkgutil.walk_packages(root.__path__, f"{package}.")]
     for module in (root, *map(importlib.import_module, names)):
-        found = [value for value in vars(module).values() if isinstance(value, jit_function)]
+        # A package may wrap its kernels, as d9d-triton does: a wrapper has the kernel in its attribute `kernel`.
+        values = [getattr(value, "kernel", value) for value in vars(module).values()]
+        found = [value for value in values if isinstance(value, jit_function)]
         yield from (function for function in found if function.fn.__module__ == module.__name__)
 
 

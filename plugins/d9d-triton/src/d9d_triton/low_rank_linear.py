@@ -20,11 +20,9 @@ from torch import Tensor
 from d9d_triton.kernels.low_rank_linear import add_parts, differentiate_update, widen
 from d9d_triton.launch import OPTIONS, as_rows, cdiv, check_floats, next_power_of_2
 
-#: Largest rank for which one kernel computes both gradients of an update; above it, a program's registers would not
-#: hold the sums, and two products take their time for arithmetic anyway.
-MOST_RANK = 64
-#: Largest rank of tiles with the larger number of features.
-_WIDE_RANK = 32
+#: Largest rank for which one kernel computes both gradients of an update. For higher ranks, its partial sums would take
+#: nearly as much memory as the gradient that it reads; two products read the gradient twice instead.
+MOST_RANK = 32
 #: Rows of a tile; features of a tile of 16-bit numbers and of other tiles, which need more memory; and number of
 #: programs along the rows. On an H200, rank 16, 8,192 rows: 25 us for 4,096 features and 70 for 12,288, where two
 #: products take 47 and 116.
@@ -65,9 +63,12 @@ def low_rank_linear(
 
     Raises:
         TypeError: the tensors are of several dtypes, or of a dtype that the kernel does not support.
+        ValueError: shapes do not fit together.
     """
     known = [bias for bias in biases if bias is not None]
     _check(x, (*weights, *known, *downs, *ups))
+    for layer in zip(weights, biases, downs, ups, strict=True):
+        _check_shapes(x, *layer)
     rows, tensors = as_rows(x), (*weights, *downs, *ups, *known)
     if torch.is_grad_enabled():
         outs = _LowRankLinear.apply(rows, tuple(bias is not None for bias in biases), tuple(scales), *tensors)
@@ -184,9 +185,10 @@ def update_gradients(grad: Tensor, low: Tensor, up: Tensor, scale: float, of_low
     """
     (rows, features), rank = grad.shape, up.shape[1]
     if rank > MOST_RANK or not grad.numel():
-        of_low.copy_((grad @ up).mul_(scale))
-        return (grad.t() @ low).mul_(scale)
-    width = _FEATURES if grad.element_size() == 2 and rank <= _WIDE_RANK else _FEWER_FEATURES
+        # The products are scaled before they are rounded; with beta 0, torch does not read the first argument.
+        torch.addmm(of_low, grad, up, beta=0, alpha=scale, out=of_low)
+        return torch.addmm(low.new_empty(()), grad.t(), low, beta=0, alpha=scale)
+    width = _FEATURES if grad.element_size() == 2 else _FEWER_FEATURES
     steps = cdiv(cdiv(rows, _ROWS), _PROGRAMS)
     parts, blocks = cdiv(features, width), cdiv(rows, _ROWS * steps)
     of_up = up.new_empty(features, rank)
@@ -198,9 +200,11 @@ def update_gradients(grad: Tensor, low: Tensor, up: Tensor, scale: float, of_low
         PRECISION="ieee", num_warps=4, num_stages=3, **OPTIONS,
     )  # fmt: skip
     sizes = rows * rank, features * rank
-    add_parts[(cdiv(sizes[0], _BLOCK) + cdiv(sizes[1], _BLOCK),)](
-        of_low, of_up, low_parts, up_parts, *sizes, parts, blocks, rank, of_low.stride(0), BLOCK=_BLOCK, **OPTIONS
-    )
+    programs = cdiv(sizes[0], _BLOCK)
+    add_parts[(programs + cdiv(sizes[1], _BLOCK),)](
+        of_low, of_up, low_parts, up_parts, *sizes, parts, blocks, programs, rank, of_low.stride(0), BLOCK=_BLOCK,
+        **OPTIONS,
+    )  # fmt: skip
     return of_up
 
 
@@ -218,6 +222,18 @@ def _check(x: Tensor, others: Sequence[Tensor]) -> None:
     if any(tensor.dtype != x.dtype for tensor in others):
         names = ", ".join(sorted({str(tensor.dtype) for tensor in (x, *others)}))
         raise TypeError(f"low_rank_linear.triton: all tensors must be of one dtype, not {names}")
+
+
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> None:
+    """Raise an error for shapes with which a kernel would read out of bounds, or the factors of another layer."""
+    features, rank = up.shape
+    fits = down.shape == (rank, x.shape[-1]) and weight.shape == (features, x.shape[-1])
+    if not fits or (bias is not None and bias.shape != (features,)):
+        names = ("x", x), ("weight", weight), ("bias", bias), ("A", down), ("B", up)
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in names if tensor is not None)
+        raise ValueError(
+            f"low_rank_linear.triton: {shapes} must have the shapes [..., I], [O, I], [O], [r, I] and [O, r]"
+        )
 
 
 class _LowRankLinear(torch.autograd.Function):
@@ -266,7 +282,7 @@ def _fake(
     _scales: Sequence[float],
 ) -> list[Tensor]:
     rows = x.shape[0]
-    return [x.new_empty(rows, len(down)), *(x.new_empty(rows, len(weight)) for weight in weights)]
+    return [x.new_empty(rows, down.shape[0]), *(x.new_empty(rows, weight.shape[0]) for weight in weights)]
 
 
 @differentiate_layers.register_fake

@@ -134,7 +134,18 @@ def differentiate_update(
 @Launcher
 @triton.jit
 def add_parts(
-    low, up, low_parts, up_parts, low_size, up_size, low_count, up_count, rank, low_stride, BLOCK: tl.constexpr
+    low,
+    up,
+    low_parts,
+    up_parts,
+    low_size,
+    up_size,
+    low_count,
+    up_count,
+    low_programs,
+    rank,
+    low_stride,
+    BLOCK: tl.constexpr,
 ):
     """Gradient kernel of a low-rank update, last: sums of the results of :func:`differentiate_update`.
 
@@ -147,18 +158,18 @@ def add_parts(
         up_size: O * r.
         low_count: P.
         up_count: Q.
+        low_programs: number of programs of ``low``, which come first.
         rank: r.
         low_stride: elements between rows of ``low``.
-        BLOCK: elements of a program; programs of ``low`` come first.
+        BLOCK: elements of a program.
     """
-    programs = tl.cdiv(low_size, BLOCK)
     program = tl.program_id(0)
-    if program < programs:
+    if program < low_programs:
         place, total = _add_block(low_parts, program, low_size, low_count, BLOCK)
         out = low + place // rank * low_stride + place % rank
         tl.store(out, total.to(low.dtype.element_ty), place < low_size)
     else:
-        place, total = _add_block(up_parts, program - programs, up_size, up_count, BLOCK)
+        place, total = _add_block(up_parts, program - low_programs, up_size, up_count, BLOCK)
         tl.store(up + place, total.to(up.dtype.element_ty), place < up_size)
 
 

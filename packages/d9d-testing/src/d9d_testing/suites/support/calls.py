@@ -127,7 +127,7 @@ def silu_mul(*shape: int) -> Call:
 def low_rank_linear(shape: Sequence[int], inputs: int, rank: int, features: Sequence[int], *, biased: bool) -> Call:
     """Call of ``low_rank_linear`` with x [*shape, inputs] and one layer for each number of ``features``.
 
-    The first layer has a bias if ``biased``; ranks increase by one from layer to layer.
+    The last layer has a bias if ``biased``; ranks increase by one from layer to layer.
     """
     tensors = {"x": draw(*shape, inputs, seed=0)}
     for place, count in enumerate(features):
@@ -137,7 +137,7 @@ def low_rank_linear(shape: Sequence[int], inputs: int, rank: int, features: Sequ
             f"up_{place}": draw(count, rank + place, seed=4 * place + 3) / rank**0.5,
         }
     if biased:
-        tensors["bias_0"] = draw(features[0], seed=4 * len(features) + 1)
+        tensors[f"bias_{len(features) - 1}"] = draw(features[-1], seed=4 * len(features) + 1)
     static = {"inputs": inputs, "features": features[0], "rank": rank}
     name = f"x {[*shape, inputs]}, rank {rank}, features {list(features)}" + (", bias" if biased else "")
     return Call(name, tensors, static)

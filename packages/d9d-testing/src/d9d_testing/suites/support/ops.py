@@ -182,6 +182,8 @@ def _low_rank_linears() -> Sequence[Call]:
         calls.low_rank_linear((130,), 24, 16, (32, 8, 8), biased=True),
         calls.low_rank_linear((3,), 8, 1, (17, 300), biased=False),
         calls.low_rank_linear((70,), 100, 70, (72,), biased=True),
+        calls.low_rank_linear((2, 0), 16, 2, (24, 8), biased=True),
+        calls.low_rank_linear((9,), 140, 130, (132,), biased=True),
     ]
 
 
