@@ -114,13 +114,14 @@ def test_effects_of_a_strategy_on_several_stages_are_merged() -> None:
     )
     two = Applied(
         ("b", "c"), gradients=(owner, other), views={"b": "y"}, compute_dtype=torch.bfloat16, sequence_ranks=1,
-        cuda_graphs=True, outside_graph=("o",), notes=("n", "m"), on_host=frozenset({"v"}),
+        cuda_graphs=True, outside_graph=("o",), storing=("b",), notes=("n", "m"), on_host=frozenset({"v"}),
     )  # fmt: skip
     assert merged([one]) is one
     found = merged([one, two])
     assert (found.modules, found.gradients, found.views) == (("a", "b", "c"), (owner, other), {"a": "x", "b": "y"})
     assert (found.compute_dtype, found.on_host, found.sequence_ranks) == (torch.bfloat16, {"v", "w"}, 2)
     assert (found.cuda_graphs, found.outside_graph, found.notes) == (True, ("o",), ("n", "m"))
+    assert found.storing == ("b",)
 
 
 def applied(

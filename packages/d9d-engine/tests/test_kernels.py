@@ -499,6 +499,20 @@ def test_a_backend_knows_what_the_backward_computes_again() -> None:
     assert backends == {name: "reference" if again else "fused" for name, again in around.items()}
 
 
+def test_backends_learn_where_checkpointed_blocks_store_outputs_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, bool]] = []
+
+    def sees(signature: OpSignature) -> Decision:
+        asked.append((signature.checkpointed, signature.storing))
+        return Decision(True, "takes everything")
+
+    monkeypatch.setattr(Backends, "always", staticmethod(sees))
+    registry = Registry.of(offering("acme", spec("plain", "always")))
+    where = {"checkpointed": {"layers.1", "layers.10"}, "storing": {"layers.10"}}
+    bind_kernels(Deep().named_modules(), registry, {}, "cpu", "float32", lambda _: (), **where)  # type: ignore[arg-type]
+    assert sorted(asked) == [(False, False), (True, False), (True, True)]
+
+
 def test_backends_learn_whether_the_data_packs_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool | None] = []
 

@@ -130,6 +130,12 @@ def test_saved_operators_run_once_and_the_others_again(make_model, loss_and_grad
     assert once["aten.bernoulli_"] < mixed["aten.bernoulli_"]
 
 
+def test_the_blocks_that_store_outputs_of_operators_are_named(make_model) -> None:
+    assert applied(make_model()).storing == ()
+    found = applied(make_model(), save=["aten.addmm"], every=2)
+    assert found.storing == found.modules
+
+
 def test_gradients_with_saved_operators_are_the_same(make_model, loss_and_gradients) -> None:
     plain, changed = make_model(), make_model()
     apply(changed, save=["aten.addmm", "aten.t*"], every=2)
@@ -370,6 +376,7 @@ def test_what_an_op_returns_is_kept_whatever_its_kernel(compiled: bool) -> None:
 def test_an_op_whose_kernel_names_no_operators_is_an_error_once_it_is_bound() -> None:
     model = Attending()
     outcome = applied(model, save=["wave"])
+    assert outcome.storing == ()  # kernels of the op store their outputs, whatever they are
     assert not outcome.unmatched
     assert outcome.check_kernels is not None
     with pytest.raises(BuildError, match=r"'wave' in 'save': its kernel 'reference' has no operators"):

@@ -200,12 +200,13 @@ def test_a_compiled_layer_is_one_graph() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_jobs_on_a_gpu_use_it_unless_blocks_are_checkpointed(compiled: bool, checkpointed: bool) -> None:
-    signature = OpSignature("low_rank_linear", "cuda", "bfloat16", compiled=compiled, checkpointed=checkpointed)
-    decision = rules.joint(signature)
+@pytest.mark.parametrize("storing", [False, True])
+def test_jobs_on_a_gpu_use_it_unless_checkpointed_blocks_store_products(compiled: bool, storing: bool) -> None:
+    signature = OpSignature("low_rank_linear", "cuda", "bfloat16", {}, compiled, None, True, storing)
+    decision = rules.low_rank_linear(signature)
     assert decision.accept
-    assert (decision.priority > 0) == (not checkpointed)
+    assert (decision.priority > 0) == (not storing)
+    assert not rules.low_rank_linear(OpSignature("low_rank_linear", "xpu", "bfloat16", storing=storing)).accept
 
 
 @on_gpu

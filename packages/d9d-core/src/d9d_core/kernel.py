@@ -45,6 +45,8 @@ class OpSignature:
             only marks padding after a sample, which causal attention can ignore. ``None`` if the datasets do not state
             it (:class:`d9d_core.data.PacksDocuments`).
         checkpointed: whether the module is in a block that the backward recomputes.
+        storing: whether this block stores outputs of torch operators that patterns name, such as ``aten.mm``. A
+            pattern cannot match products inside of an opaque kernel.
     """
 
     op: str
@@ -54,6 +56,7 @@ class OpSignature:
     compiled: bool = False
     documents: bool | None = None
     checkpointed: bool = False
+    storing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,6 +290,8 @@ class Applied:
         meetings: object that makes replicas equal after some steps; instead of ``resynchronise``, if replicas take
             their own steps and a save, an evaluation or an export must not change the training.
         elastic: replicas of the whole run, outside of this job's mesh, that share the microbatches of each step.
+        storing: qualified names of the checkpointed modules that store outputs of torch operators, which patterns such
+            as ``aten.mm`` name; kernels that hide products from torch are not chosen there.
     """
 
     modules: tuple[str, ...]
@@ -308,6 +310,7 @@ class Applied:
     check_kernels: Callable[[], None] | None = None
     meetings: Meetings | None = None
     elastic: ElasticReplicas | None = None
+    storing: tuple[str, ...] = ()
 
 
 class Strategy(Protocol):

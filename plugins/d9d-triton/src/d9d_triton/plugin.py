@@ -75,7 +75,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         ),
         (
             "low_rank_linear",
-            "rules:joint",
+            "rules:low_rank_linear",
             "low_rank_linear:build",
             "Linear layers with LoRA: products add in place; layers on the same input are computed together.",
         ),

@@ -88,6 +88,9 @@ RULES: Mapping[str, Rule] = {
         compiled=(BY_NAME, "inductor fuses the passes of the reference; used only if the job names it"),
     ),
 }
+_STORES_NOTHING = (
+    "activation checkpointing cannot save products inside this op (save: [aten.mm]); used only if the job names it"
+)
 #: Largest number of features of a norm: a program holds whole rows of x, of the gradients, and of the weight in
 #: registers.
 MOST_FEATURES = 16384
@@ -109,11 +112,15 @@ def joint(signature: OpSignature) -> Decision:
     """
     decision = by_rule(signature)
     if decision.accept and signature.checkpointed:
-        reason = (
-            "activation checkpointing cannot save products inside this op (save: [aten.mm]); used only if the job "
-            "names it"
-        )
-        return Decision(True, reason, BY_NAME)
+        return Decision(True, _STORES_NOTHING, BY_NAME)
+    return decision
+
+
+def low_rank_linear(signature: OpSignature) -> Decision:
+    """Accept ``low_rank_linear`` by its rule; where checkpointing stores products, a job must name the backend."""
+    decision = by_rule(signature)
+    if decision.accept and signature.storing:
+        return Decision(True, _STORES_NOTHING, BY_NAME)
     return decision
 
 

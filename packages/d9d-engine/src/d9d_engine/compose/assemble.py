@@ -213,6 +213,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
         outside_graph=alike_modules({name for _, outcome in applied for name in outcome.outside_graph}, kinds, here),
         documents=documents_of(job),
         checkpointed=checkpointed,
+        storing=alike_modules({name for _, outcome in applied for name in outcome.storing}, kinds, here),
     )
     for check in checks:
         if check is not None:
@@ -394,6 +395,7 @@ def merged(outcomes: Sequence[Applied]) -> Applied:
         sequence_ranks=max(outcome.sequence_ranks for outcome in outcomes),
         cuda_graphs=any(outcome.cuda_graphs for outcome in outcomes),
         outside_graph=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.outside_graph)),
+        storing=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.storing)),
         notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
         resynchronise=_in_turn([o.resynchronise for o in outcomes if o.resynchronise is not None]),
         meetings=joined_meetings([o.meetings for o in outcomes if o.meetings is not None]),

@@ -65,6 +65,7 @@ def bind_kernels(
     outside_graph: Collection[str] = (),
     documents: bool | None = None,
     checkpointed: Collection[str] = (),
+    storing: Collection[str] = (),
 ) -> list[KernelChoice]:
     """Choose a kernel for every op slot, which is a call of an op with a replaceable kernel, and bind the kernel to it.
 
@@ -85,6 +86,7 @@ def bind_kernels(
             included.
         documents: whether samples hold several documents; ``None`` if unknown.
         checkpointed: names of modules under activation checkpointing; submodules are included.
+        storing: names of the checkpointed modules that store outputs of torch operators; submodules are included.
 
     Raises:
         BuildError: a requested backend refuses the op, a slot refuses a requested backend, a rule matches no module, or
@@ -96,21 +98,24 @@ def bind_kernels(
             name,
             f"{name}.{attribute}".lstrip("."),
             slot,
-            (_is_inside(name, compiled) and not _is_inside(name, outside_graph), _is_inside(name, checkpointed)),
+            (
+                _is_inside(name, compiled) and not _is_inside(name, outside_graph),
+                *(_is_inside(name, modules) for modules in (checkpointed, storing)),
+            ),
         )
         for name, holder in holders  # several stages may have modules with the same name
         if isinstance(holder, HasOps)
         for attribute, slot in holder.op_slots().items()
     ]
     requests = _Requests(requested, [(name, slot) for name, _, slot, _ in slots])
-    groups: dict[tuple[str, tuple[bool, bool], str, _Request], list[tuple[str, OpSlot]]] = {}
+    groups: dict[tuple[str, tuple[bool, ...], str, _Request], list[tuple[str, OpSlot]]] = {}
     for name, site, slot, inside in slots:
         key = slot.op, inside, repr(sorted(slot.static.items())), requests.of(name, slot)
         groups.setdefault(key, []).append((site, slot))
     offers = {op: _offers(registry, op, judge, deterministic) for op in dict.fromkeys(op for op, *_ in groups)}
     choices = []
     for (op, inside, _, request), same in groups.items():
-        signature = OpSignature(op, device, dtype, same[0][1].static, inside[0], documents, inside[1])
+        signature = OpSignature(op, device, dtype, same[0][1].static, inside[0], documents, *inside[1:])
         choices.append(_bind(registry, request, same, signature, offers[op]))
     return choices
 

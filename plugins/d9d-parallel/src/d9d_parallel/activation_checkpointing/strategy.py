@@ -40,7 +40,8 @@ class ActivationCheckpointing:
                 )
         holders = [holder for name in chosen for holder in modules_with(blocks[name], HasOps).values()]
         slots = [slot for holder in holders for slot in holder.op_slots().values()]
-        unknown = unknown_operators(self._config.save, {slot.op for slot in slots})
+        ops = {slot.op for slot in slots}
+        unknown = unknown_operators(self._config.save, ops)
         save = [entry for entry in self._config.save if entry not in unknown]
         policy = KeepOutputs(save, slots)
         contexts = contexts_of(policy) if save else None
@@ -53,6 +54,7 @@ class ActivationCheckpointing:
             unmatched={**unmatched, **unknown},
             collectives=no_collectives,
             check_kernels=policy.check,
+            storing=() if ops.issuperset(save) else tuple(chosen),
         )
 
 
