@@ -112,6 +112,20 @@ def test_an_op_takes_as_long_as_its_products_or_its_traffic() -> None:
     assert wide == {"products": 2 * (30 + 10 + 1), "experts": 60.0, "attention": 80.0, "elementwise": 10.0}
 
 
+def test_attention_is_faster_over_longer_samples() -> None:
+    """One query head of one feature: 10 rows that read a half of 8,192, 4,096 and 1,024 keys on average."""
+    for length, speed in ((8192, 4 / 5 * 3 / 2), (4096, 1.0), (1024, 1 / 3 * 3 / 2)):
+        flops = 2 * 10 * length
+        shape = AttentionShape(10, 1, 1, 1, 2)
+        attention = OpCost("a", "attention", flops=flops, backward_flops=2.5 * flops, attention=shape)
+        plain = parts_of(BlockCost("b", (attention,)))["attention"]
+        assert parts_of(BlockCost("b", (attention,)), rates={"attention_half": 2048})["attention"] == pytest.approx(
+            plain / speed
+        )
+    alone = OpCost("a", "attention", flops=20)  # without a shape, the length is unknown
+    assert parts_of(BlockCost("b", (alone,)), rates={"attention_half": 2048}) == parts_of(BlockCost("b", (alone,)))
+
+
 def test_a_step_has_its_microbatches_the_optimizer_and_idle_time() -> None:
     made, load = model(StageCost((BlockCost("b", (PRODUCT,), parameters=4),)), microbatches=3)
     load.update = Update(traffic=24.0, flops=200.0)

@@ -47,6 +47,8 @@ def calibrated(device: torch.device, known: Device, devices: int) -> tuple[Devic
     if devices > 1:
         found |= measured_link(device.type, devices)
     measured = list(found)
+    if not large:
+        found["attention_half"] = 0.0  # the ratio of lengths was measured on GPUs
     found["grouped_product"] = known.grouped_product * found["product"] / known.product
     found["elementwise_bytes"] = known.elementwise_bytes * found["copy_bytes"] / known.copy_bytes
     return known.model_copy(update=found), measured

@@ -19,6 +19,10 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
+#: Number of positions for which :attr:`Device.attention` holds.
+ATTENTION_LENGTH = 4096
+
+
 class Device(Section):
     """Rates of a device and of its links, in bytes per second and FLOP/s."""
 
@@ -31,7 +35,8 @@ class Device(Section):
     grouped_product: Rate
     """FLOP/s of the grouped matrix products of experts."""
     attention: Rate
-    """FLOP/s of fused attention, whose forward is counted as 2 matrix products and whose backward as 5."""
+    """FLOP/s of fused attention over 4,096 positions, whose forward is counted as 2 matrix products and whose backward
+    as 5."""
     copy_bytes: Rate
     """Bytes per second that a copy, or an optimizer update, reads and writes."""
     elementwise_bytes: Rate
@@ -48,6 +53,9 @@ class Device(Section):
     """Seconds that each further machine adds to ``link_latency``."""
     interference: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Slowdown of computation by a concurrent collective, as a fraction of the overlapped time."""
+    attention_half: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Positions of a causal sample for which attention reaches half of its highest FLOP/s; 0 if it is equally fast for
+    all lengths."""
     overhead: Annotated[float, Field(ge=0, le=1)] = 0.0125
     """Idle time of the device between kernels, as a fraction of the computation time."""
     launch: Seconds = 1.9e-3
@@ -91,6 +99,7 @@ _H200 = {
     "product_float32": 45e12,
     "grouped_product": 580e12,
     "attention": 430e12,
+    "attention_half": 1300.0,
     "copy_bytes": 4.2e12,
     "elementwise_bytes": 3.0e12,
     "link": 360e9,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from d9d_core.cost import BlockCost, Exchange, StageCost, StageTimes, StrategyCost
+from d9d_core.cost import BlockCost, Exchange, OpCost, StageCost, StageTimes, StrategyCost
 from d9d_core.errors import JobError
 
-from d9d_planner.device import Device
+from d9d_planner.device import ATTENTION_LENGTH, Device
 from d9d_planner.layout import Layout, axis_group
 from d9d_planner.network import Group, seconds
 from d9d_planner.workload import Workload, steady
@@ -176,8 +176,8 @@ class TimeModel:
         attended = multiplied = (0.0, 0.0)
         for op in block.ops:
             forward, backward = (
-                self._op(op.kind, op.flops, op.traffic),
-                self._op(op.kind, op.backward_flops, op.backward_traffic),
+                self._op(op, op.flops, op.traffic),
+                self._op(op, op.backward_flops, op.backward_traffic),
             )
             kind = "attention" if op.attention is not None else _OF_KIND[op.kind]
             tally.add(kind, count * forward, count * backward)
@@ -204,18 +204,27 @@ class TimeModel:
         """Seconds that overlapped communication adds: its excess over the computation, and the slowdown it causes."""
         return max(0.0, taken - beside) + self._device.interference * min(taken, beside)
 
-    def _op(self, kind: str, flops: float, traffic: float) -> float:
+    def _op(self, op: OpCost, flops: float, traffic: float) -> float:
         device = self._device
-        if kind == "memory":
+        if op.kind == "memory":
             return traffic / device.elementwise_bytes
         rate = {
             "product": device.product,
             "grouped_product": device.grouped_product,
-            "attention": device.attention,
-        }[kind]
+            "attention": device.attention * self._attention_speed(op),
+        }[op.kind]
         if self._width >= _FLOAT32:
             rate *= device.product_float32 / device.product
         return max(flops / rate, traffic / device.copy_bytes)
+
+    def _attention_speed(self, op: OpCost) -> float:
+        """FLOP/s of an attention relative to 4,096 positions: kernels are faster the more keys a query reads."""
+        shape, half = op.attention, self._device.attention_half
+        if shape is None or not op.flops or not half:
+            return 1.0
+        # Positions of a causal sample in which queries read as many keys on average; a product has two FLOPs per key.
+        length = op.flops / (2 * shape.rows * shape.query_heads * shape.features)
+        return length / (length + half) * (1 + half / ATTENTION_LENGTH)
 
     def _exchanges(self, exchanges: Iterable[Exchange]) -> dict[str, float]:
         """Seconds of the collectives of each mesh axis, by the name of the axis in the report."""
