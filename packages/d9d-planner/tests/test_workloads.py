@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-import d9d_nn.plugin
 import pytest
 import yaml
 from d9d_core.config import PartConfig, ScheduleConfig
@@ -16,8 +15,8 @@ from d9d_core.cost import BlockCost, OptimizerCost, Share, StageCost, StrategyCo
 from d9d_core.data import SampleLengths
 from d9d_core.errors import BuildError, JobError
 from d9d_core.job_file.job import Mesh
+from d9d_core.kernel import Decision, OpSignature
 from d9d_core.plugin import KernelSpec, Ref
-from d9d_core.registry.registry import Registry
 from d9d_planner import command, options, report, search
 from d9d_planner import workload as module
 from d9d_planner.costs.update import Updates
@@ -130,22 +129,39 @@ def test_widths_are_those_of_parameters_gradients_and_computation(
     assert found == widths
 
 
+def kernel(op: str, name: str) -> Any:
+    """Registry entry of a kernel whose plugin is not installed."""
+    spec = KernelSpec(name=name, summary="Absent.", op=op, supports=Ref("no_such_module:supports"), build=Ref("a:b"))
+    return SimpleNamespace(spec=spec)
+
+
 def test_costs_are_told_which_backend_a_job_would_use_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"slow": (True, 5), "quick": (True, 9), "refusing": (False, 20), "named": (True, 0)}
+    asked: list[OpSignature] = []
+
+    def answer(spec: KernelSpec, signature: OpSignature) -> Decision:
+        asked.append(signature)
+        return Decision(answers[spec.name][0], "measured", answers[spec.name][1])
+
     case = Case(monkeypatch, kernels={"swiglu": "fastest", "rope": [SimpleNamespace(match=["a"], backend="b")]})
     case.lengths["data"] = lengths(16, 16)
-    known = Registry.of(d9d_nn.plugin)
-    broken = KernelSpec(
-        name="broken", summary="Fails.", op="silu_mul", supports=Ref("no_such_module:supports"), build=Ref("a:b")
+    entries = [kernel("rms_norm", name) for name in answers]
+    registry = SimpleNamespace(
+        find=case.make().registry.find, kernels=lambda op: entries if op == "rms_norm" else [kernel(op, "named")]
     )
-    entries = {"silu_mul": [*known.kernels("silu_mul"), SimpleNamespace(spec=broken)]}
-    registry = SimpleNamespace(find=case.make().registry.find, kernels=lambda op: entries.get(op, []))
     made = Workload(cast("Any", case.job), cast("Any", registry), {})
     made.stages(layout(), 80 * GIB)
     ((_, share),) = case.shares
-    assert share.backend("silu_mul", {}) == "reference"
-    assert replace(share, compiled=True).backend("silu_mul", {}) == "recomputed"
+    assert share.backend("silu_mul", {}) == "reference"  # the plugin fails
+    monkeypatch.setattr(module, "_asked", answer)
+    assert share.backend("rms_norm", {"features": 4}) == "quick"
+    assert replace(share, compiled=True, width=2).backend("rms_norm", {"features": 4}) == "quick"
+    assert {(one.device, one.dtype, one.compiled) for one in asked} == {
+        ("cuda", "float32", False),
+        ("cuda", "bfloat16", True),
+    }
     assert share.backend("swiglu", {}) == "fastest"
-    assert share.backend("rope", {}) == "reference"
+    assert share.backend("rope", {}) == "reference"  # the only backend is used by name
     assert Share(1, 1).backend("swiglu", {}) == "reference"
 
 

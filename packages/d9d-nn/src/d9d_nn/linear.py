@@ -22,6 +22,10 @@ class Linear(nn.Linear):
         bias: whether there is a bias; it starts at zero.
     """
 
+    #: Whether a call now may be computed together with calls of other layers on the same input, see :func:`outputs_of`.
+    #: A subclass with a property that may be true overrides :meth:`together`.
+    joins: bool = False
+
     def __init__(self, in_features: int, out_features: int, *, std: float, bias: bool = False) -> None:
         self.std = std  # before the base constructor, which calls reset_parameters
         super().__init__(in_features, out_features, bias=bias)
@@ -62,14 +66,6 @@ class Linear(nn.Linear):
         """
         self._lent = compute
         return True
-
-    @property
-    def joins(self) -> bool:
-        """Whether a call now may be computed together with calls of other layers on the same input.
-
-        See :func:`outputs_of`; a subclass that returns ``True`` overrides :meth:`together`.
-        """
-        return False
 
     def together(self, rows: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
         """Outputs of layers that read the same input, each of which :attr:`joins`.

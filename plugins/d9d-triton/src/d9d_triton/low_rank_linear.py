@@ -116,7 +116,7 @@ def differentiate_layers(
     scales: Sequence[float],
     of_x: bool,
 ) -> list[Tensor]:
-    """Linear layers with low-rank updates, backward: all gradients but those of A, W and the biases.
+    """Linear layers with low-rank updates, backward: gradients of x, of ``x A^T`` and of all B.
 
     Args:
         grads: gradient of each output, [T, O].
