@@ -152,7 +152,7 @@ def given_by(record: type[Any]) -> dict[str, Any]:
         (DataContext, {"rank": 0, "ranks": 1, "one_pass": False}),
         (SampleLengths, {"texts": 1}),
         (Continuation, {"temperature": 0.0, "seed": 0}),
-        (OpSignature, {"compiled": False, "checkpointed": False}),
+        (OpSignature, {"compiled": False, "checkpointed": False, "storing": False}),
         (Decision, {"priority": 0}),
         (Stage, {"index": 0, "count": 1}),
         (ConfiguredSpec, {"composite": False}),
