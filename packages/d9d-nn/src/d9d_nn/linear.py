@@ -115,9 +115,19 @@ def outputs_of(rows: Tensor, *layers: nn.Module) -> list[Tensor]:
     Returns:
         [..., out_features] for each layer.
     """
-    # Layers of other libraries, which stand in for a projection, have no `joins`.
+    for layer in layers:
+        if getattr(layer, "joins", False):  # layers of other libraries, which stand in for a projection, lack it
+            return _joined_outputs(rows, layers)
+    outputs = []
+    for layer in layers:
+        outputs.append(layer(rows))  # noqa: PERF401 - in Python 3.11 a comprehension is a call, and each block comes here
+    return outputs
+
+
+def _joined_outputs(rows: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """Outputs of layers of which at least one joins."""
     joined: list[Any] = [layer for layer in layers if getattr(layer, "joins", False)]
-    if len(joined) < 2:
+    if len(joined) == 1:
         return [layer(rows) for layer in layers]
     together = iter(joined[0].together(rows, joined))
     return [next(together) if layer in joined else layer(rows) for layer in layers]

@@ -175,7 +175,7 @@ class GroupedQueryAttention(nn.Module):
 
     def _gated(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Documents) -> Tensor:
         places = (*hidden.shape[:2], -1)
-        of_query, of_key, of_value = outputs_of(hidden, *self._projections())
+        of_query, of_key, of_value = outputs_of(hidden, self.q_proj, self.k_proj, self.v_proj)
         query, gate = of_query.view(*places, 2 * self.head_dim).chunk(2, dim=-1)  # [B, S, N, D] each
         key = of_key.view(*places, self.head_dim)  # [B, S, K, D]
         value = of_value.view(*places, self.head_dim)  # [B, S, K, D]
@@ -188,7 +188,7 @@ class GroupedQueryAttention(nn.Module):
     def _inputs(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values; queries and keys normalised and rotated."""
         heads = (*hidden.shape[:2], -1, self.head_dim)  # heads are counted by view: with tp, a rank has fewer
-        of_query, of_key, of_value = outputs_of(hidden, *self._projections())
+        of_query, of_key, of_value = outputs_of(hidden, self.q_proj, self.k_proj, self.v_proj)
         query = of_query.view(heads)  # [B, S, N, D]
         key = of_key.view(heads)  # [B, S, K, D]
         value = of_value.view(heads)  # [B, S, K, D]
