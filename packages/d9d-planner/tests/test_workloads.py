@@ -17,6 +17,7 @@ from d9d_core.errors import BuildError, JobError
 from d9d_core.job_file.job import Mesh
 from d9d_core.kernel import Decision, OpSignature
 from d9d_core.plugin import KernelSpec, Ref
+from d9d_core.registry.entries import Entry, Origin
 from d9d_planner import command, options, report, search
 from d9d_planner import workload as module
 from d9d_planner.costs.update import Updates
@@ -129,10 +130,10 @@ def test_widths_are_those_of_parameters_gradients_and_computation(
     assert found == widths
 
 
-def kernel(op: str, name: str) -> Any:
+def kernel(op: str, name: str) -> Entry:
     """Registry entry of a kernel whose plugin is not installed."""
     spec = KernelSpec(name=name, summary="Absent.", op=op, supports=Ref("no_such_module:supports"), build=Ref("a:b"))
-    return SimpleNamespace(spec=spec)
+    return Entry("kernel", spec, Origin("acme", "1", "acme.plugin"))
 
 
 def test_costs_are_told_which_backend_a_job_would_use_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +154,7 @@ def test_costs_are_told_which_backend_a_job_would_use_on_gpus(monkeypatch: pytes
     made.stages(layout(), 80 * GIB)
     ((_, share),) = case.shares
     assert share.backend("silu_mul", {}) == "reference"  # the plugin fails
-    monkeypatch.setattr(module, "_asked", answer)
+    monkeypatch.setattr(module, "asked", answer)
     assert share.backend("rms_norm", {"features": 4}) == "quick"
     assert replace(share, compiled=True, width=2).backend("rms_norm", {"features": 4}) == "quick"
     assert {(one.device, one.dtype, one.compiled) for one in asked} == {

@@ -11,18 +11,18 @@ from typing import Any
 
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config import PartConfig, PluginConfig, ScheduleConfig
-from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.cost import AdapterCosts, OptimizerCost, Share, Simulate, StageCost, StrategyCost
 from d9d_core.data import sample_lengths
 from d9d_core.errors import BuildError, JobError
 from d9d_core.job_file.inner import choose
 from d9d_core.job_file.job import JobConfig, Mesh
-from d9d_core.kernel import Decision, OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_core.model import Stage
 from d9d_core.plugin import KernelSpec, ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
 from d9d_core.program.validation import placement
 from d9d_core.registry.registry import REFERENCE, Registry
 from d9d_core.schedule import Program
+from d9d_engine.compose.answers import asked, best
 from d9d_engine.costs.tuning import adapter_costs, tuned
 
 from d9d_planner.costs.context import shared
@@ -234,10 +234,10 @@ class Workload:
             return request
         key = signature.op, signature.dtype, signature.compiled, repr(sorted(signature.static.items()))
         if key not in self._backends:
-            specs = [entry.spec for entry in self.registry.kernels(signature.op) if isinstance(entry.spec, KernelSpec)]
-            answers = [(_asked(spec, signature), spec.name) for spec in specs]
-            accepted = [(one.priority, name) for one, name in answers if one.accept and one.priority > 0]
-            self._backends[key] = max(accepted, default=(0, REFERENCE))[1]
+            entries = self.registry.kernels(signature.op)
+            answers = {one: asked(one.spec, signature) for one in entries if isinstance(one.spec, KernelSpec)}
+            chosen = best(answers)
+            self._backends[key] = REFERENCE if chosen is None else chosen.spec.key.partition(".")[2]
         return self._backends[key]
 
     def programs(self, layout: Layout, microbatches: int) -> Sequence[Program]:
@@ -294,15 +294,6 @@ class Workload:
 def steady(ranks: int) -> int:
     """Number of microbatches after which each rank's actions repeat."""
     return 2 * ranks
-
-
-def _asked(spec: KernelSpec, signature: OpSignature) -> Decision:
-    """Answer of a backend; a refusal if the plugin fails."""
-    try:
-        answer: object = spec.supports.load()(signature)
-    except FOREIGN_FAILURES as error:
-        return Decision(False, repr(error))
-    return answer if isinstance(answer, Decision) else Decision(False, "returned no Decision")
 
 
 def _unnamed(cost: StageCost) -> StageCost:

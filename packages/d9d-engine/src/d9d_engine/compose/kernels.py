@@ -23,6 +23,8 @@ from d9d_core.strategy import is_inside
 from d9d_core.traits import HasOps
 from torch import nn
 
+from d9d_engine.compose.answers import asked, best
+
 Judgement = Callable[[Chosen], Iterable[Verdict]]
 #: Site of an op slot: name of the module, name of its attribute.
 Site = tuple[str, str]
@@ -269,7 +271,7 @@ def _bind(
         function = None if chosen is None else _built(chosen, signature)
     else:
         function = None
-        while (chosen := _best(answers)) is not None:
+        while (chosen := best(answers)) is not None:
             function = _built(chosen, signature)
             refusal = next((why for _, slot in same if (why := slot.refusal(function)) is not None), None)
             if refusal is None:
@@ -312,25 +314,8 @@ def _built(chosen: Entry, signature: OpSignature) -> Callable[..., Any]:
     return function
 
 
-def _best(answers: Mapping[Entry, Decision]) -> Entry | None:
-    """Accepting backend with the highest priority; ties are resolved by distribution and name."""
-    accepted = [entry for entry, decision in answers.items() if decision.accept and decision.priority > 0]
-    return min(
-        accepted, key=lambda e: (-answers[e].priority, e.origin.distribution, e.spec.key, e.origin.module), default=None
-    )
-
-
 def _ask(offer: _Offer, signature: OpSignature) -> Decision:
-    if offer.refusal:
-        return Decision(False, offer.refusal)
-    supports = offer.spec.supports
-    try:
-        decision: object = supports.load()(signature)
-    except FOREIGN_FAILURES as error:
-        return Decision(False, f"{supports} failed: {error!r}")
-    if not isinstance(decision, Decision):
-        return Decision(False, f"{supports} returned {type_of(decision)}, not a Decision")
-    return decision
+    return Decision(False, offer.refusal) if offer.refusal else asked(offer.spec, signature)
 
 
 def slot_facts(model: nn.Module) -> dict[Site, Mapping[str, Any]]:
